@@ -32,11 +32,6 @@ class ReferenceImpl(AttentionImpl):
 
     def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
-        for name, factor in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if factor != 1.0:
-                raise ValueError(
-                    f"{name}: {factor} found; the reference backend keeps no scaled cache, so leave it at 1.0"
-                )
         self._scoring = Scoring(
             scale=self.scale,
             sliding_window=self.sliding_window,
@@ -112,9 +107,10 @@ class ReferenceImpl(AttentionImpl):
         num_tokens = _num_tokens(attn_type, host)
         checks.check_query(tensors[0], num_tokens[0])
         write = flag("write", write) or kv_cache is None
+        key_dtype = None
         if not write:
-            tensors = self._with_cached(tensors, kv_cache, metadata)
-        query, key, value = checks.check_tensors(config, attn_type, tensors, num_tokens, output)
+            tensors, key_dtype = self._with_cached(tensors, kv_cache, metadata)
+        query, key, value = checks.check_tensors(config, attn_type, tensors, num_tokens, output, key_dtype)
         checks.check_device(attn_type, metadata, query.device)
         if attn_type is AttentionType.ENCODER_ONLY:
             checks.check_whole(host)
@@ -122,7 +118,9 @@ class ReferenceImpl(AttentionImpl):
             output = query.new_empty((*query.shape[:2], value.shape[2]))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if scoring.with_lse else None
         answer = Answer(output, lse)
-        step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
+        step = Paged(
+            query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)), *self._scales
+        )
         if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             starts = host.query_start_loc
             requests, step = self._written(step, kv_cache, metadata, write=write)
@@ -136,31 +134,40 @@ class ReferenceImpl(AttentionImpl):
 
     def _with_cached(
         self, tensors: tuple[Tensor, Any, Any], kv_cache: Any, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Any, Any]:
-        """The tensors with the keys and values that the cache has of this step's tokens, where these have a slot."""
+    ) -> tuple[tuple[Tensor, Any, Any], torch.dtype | None]:
+        """The tensors with the keys and values that the cache has of this step's tokens, where these have a slot; and
+        the dtype of these: float32 of an fp8 cache, whose numbers times a scale no other dtype holds. None: the query's
+        """
         crosses = self.attn_type is AttentionType.ENCODER_DECODER
         if not crosses and self.attn_type is not AttentionType.DECODER:
-            return tensors
+            return tensors, None
         config, name = self.backend.config, "cross_slot_mapping" if crosses else "slot_mapping"
         given, host_slots = tensors, np.asarray(getattr(metadata.host, name))
         caches = checks.check_cache(config, kv_cache, name, host_slots, given[0].device)
         checks.check_device(self.attn_type, metadata, given[0].device)
         unslotted = bool((host_slots < 0).any()) if crosses else CausalRows.of(metadata).some_unslotted
         if caches is None:
-            return tensors
+            return tensors, None
         if unslotted:
             counts = _num_tokens(self.attn_type, metadata.host)
             given = checks.check_tensors(config, self.attn_type, tensors, counts, None)
         slots = getattr(metadata, name)
         rows = len(slots) if crosses else len(given[0])  # an engine pads
         found = []
-        for new, cache in zip(given[1:], caches, strict=True):
-            held = given[0].new_zeros((rows, *cache.shape[2:]))
-            held[: len(slots)] = paged.read(cache, slots.clamp(min=0))
+        dtype = torch.float32 if caches[0].dtype.itemsize == 1 else None
+        for new, cache, scale in zip(given[1:], caches, self._scales, strict=True):
+            held = given[0].new_zeros((rows, *cache.shape[2:]), dtype=dtype)
+            held[: len(slots)] = paged.restored(paged.read(cache, slots.clamp(min=0)), scale)
             if unslotted:
-                held[: len(slots)] = torch.where((slots >= 0)[:, None, None], held[: len(slots)], new[: len(slots)])
+                own = new[: len(slots)].to(held.dtype)
+                held[: len(slots)] = torch.where((slots >= 0)[:, None, None], held[: len(slots)], own)
             found.append(held)
-        return given[0], found[0], found[1]
+        return (given[0], found[0], found[1]), dtype
+
+    @property
+    def _scales(self) -> tuple[float | Tensor, float | Tensor]:
+        """Of keys and of values; latent values are keys."""
+        return self.k_scale, self.k_scale if self.backend.config.use_mla else self.v_scale
 
     def _written(
         self, step: Paged, kv_cache: Any, metadata: AttentionMetadata, *, write: bool
@@ -180,7 +187,10 @@ class ReferenceImpl(AttentionImpl):
         checks.check_blocks(caches, table, requests.reads(self.sliding_window), step.query.device)
         if write:
             written = len(getattr(host, slots))
-            paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))
+            paged.write(
+                step.key[:written], step.value[:written], caches, getattr(metadata, slots),
+                k_scale=step.k_scale, v_scale=step.v_scale,
+            )  # fmt: skip
         return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
 
 
@@ -201,7 +211,7 @@ class ReferenceBackend(AttentionBackend):
     impl_class = ReferenceImpl
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values.
+        """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values; of HND heads before tokens.
 
         ``attncore.reference.cache.cache_shape`` says how it is for values of another size, and for latent caches.
         """

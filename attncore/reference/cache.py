@@ -1,12 +1,14 @@
 """The paged KV cache, in torch: layout, allocation, writing through the slot mapping, moving blocks.
 
 Layout ``NHD`` is one tensor ``[2, num_blocks, block_size, num_kv_heads, head_size]``: ``[0]`` holds keys, ``[1]``
-values. A token of a slot below 0 (padding, masked tokens) is not written, on a device too without asking it for
-anything.
+values. Layout ``HND`` has ``num_kv_heads`` before ``block_size``. A token of a slot below 0 (padding, masked tokens) is
+not written, on a device too without asking it for anything.
 
 Where values have a size of their own, keys and values share a row: ``[num_blocks, block_size, num_kv_heads, head_size
-+ head_size_v]``. A *latent* cache (MLA) has one row a token and no head: ``[num_blocks, block_size, head_size]``, of
-which the first ``head_size_v`` columns are the values.
++ head_size_v]``. A *latent* cache (MLA) has one row a token and no head, in either layout: ``[num_blocks, block_size,
+head_size]``, of which the first ``head_size_v`` columns are the values.
+
+An fp8 cache holds what was written divided by a scale, and cut off at the largest number of its dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
 from attncore.array_arguments import block_pairs as block_pairs_of
 from attncore.array_arguments import not_strided
-from attncore.ops.cache_writer_checks import check_devices, check_last_slot, check_pair, check_slots, check_tensors
+from attncore.ops.cache_writer import LARGEST
+from attncore.ops.cache_writer_checks import (
+    are_one,
+    check_devices,
+    check_last_slot,
+    check_pair,
+    check_slots,
+    check_tensors,
+)
 from attncore.ops.written_tensor import check_strided, check_written, overwrites
 from attncore.quoted import quoted
 from attncore.show import counted
@@ -31,19 +41,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: The layouts that this module makes and reads.
-LAYOUTS = ("NHD",)
+LAYOUTS = ("NHD", "HND")
 
 #: ``kv_cache_dtype`` values that need no scales; ``auto`` is the model's dtype.
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+#: ``kv_cache_dtype`` values that have scales.
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 Caches = Tensor | Sequence[Tensor]
+Scale = float | Tensor
+"""What an fp8 cache's numbers are times: one number, or a float32 tensor (1,) or (num_kv_heads,) on the device."""
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: str) -> torch.dtype:
     """The torch dtype of a cache: ``kv_cache_dtype``, or the model's ``dtype`` where that is ``auto``."""
+    if kv_cache_dtype in FP8_DTYPES:
+        return FP8_DTYPES[kv_cache_dtype]
     if kv_cache_dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"kv_cache_dtype: {quoted(kv_cache_dtype)} is not supported here; choose one of {', '.join(CACHE_DTYPES)}"
+            f"kv_cache_dtype: {quoted(kv_cache_dtype)} is not supported here; choose one of "
+            f"{', '.join((*CACHE_DTYPES, *FP8_DTYPES))}"
         )
     name = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     found = getattr(torch, name, None)
@@ -62,13 +80,12 @@ def cache_shape(
     head_size_v: int | None = None,
     use_mla: bool = False,
 ) -> tuple[int, ...]:
-    """``(2, num_blocks, block_size, num_kv_heads, head_size)``.
+    """``(2, num_blocks, block_size, num_kv_heads, head_size)``; of layout ``HND`` heads come before ``block_size``.
 
     ``(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`` where the values' size differs, and
     ``(num_blocks, block_size, head_size)`` for a latent cache (``use_mla``, one head).
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: {quoted(layout)} is not supported here; choose one of {', '.join(LAYOUTS)}")
+    _check_layout(layout)
     num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)
     block_size = integer("block_size", block_size, 1)
     num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)
@@ -77,9 +94,15 @@ def cache_shape(
     check_value_size(head_size, head_size_v, num_kv_heads, use_mla)
     if use_mla:
         return (num_blocks, block_size, head_size)
+    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
     if head_size_v is not None and head_size_v != head_size:
-        return (num_blocks, block_size, num_kv_heads, head_size + head_size_v)
-    return (2, num_blocks, block_size, num_kv_heads, head_size)
+        return (num_blocks, *inner, head_size + head_size_v)
+    return (2, num_blocks, *inner, head_size)
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: {quoted(layout)} is not supported here; choose one of {', '.join(LAYOUTS)}")
 
 
 def allocate(
@@ -101,16 +124,19 @@ def allocate(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor, Tensor]:
+def key_value(kv_cache: Caches, head_size_v: int | None = None, layout: str = "NHD") -> tuple[Tensor, Tensor]:
     """Key cache and value cache, ``[blocks, block_size, num_kv_heads, head_size]`` (values: ``head_size_v``), as views.
 
-    ``kv_cache`` is what ``allocate`` gives, or a pair; a library with another order passes a pair of NHD views.
+    ``kv_cache`` is what ``allocate`` gives for ``layout``, or a pair of views with these axes, whatever the layout.
     ``head_size_v`` says where the values lie in a row that they share with the keys, and in a latent one, whose single
     head has all its columns as values where it is None.
     """
+    _check_layout(layout)
     head_size_v = optional_integer("head_size_v", head_size_v, 1)
     if isinstance(kv_cache, Tensor):
         size, values = kv_cache.shape[-1] if kv_cache.dim() else 0, head_size_v
+        if layout == "HND" and kv_cache.dim() in (4, 5):
+            kv_cache = kv_cache.transpose(-3, -2)
         if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and values in (None, size):
             return kv_cache[0], kv_cache[1]
         if kv_cache.dim() == 4 and values is not None and 0 < values < size:
@@ -140,12 +166,52 @@ def _check_tensors(name: str, caches: Any) -> None:
         raise ValueError(f"{name}: {found} found; give a tensor, or a pair of them")
 
 
-def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Tensor) -> None:
+def held(numbers: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
+    """Keys or values ``(..., num_kv_heads, size)`` as a cache of ``dtype`` holds them.
+
+    In fp8 they are divided by ``scale`` in float32 and cut off at the largest number; another cache has no scale.
+    """
+    if dtype not in LARGEST:
+        return numbers.to(dtype)
+    largest = LARGEST[dtype]
+    return (numbers.float() / _of_heads(scale)).clamp(-largest, largest).to(dtype)
+
+
+def restored(numbers: Tensor, scale: Scale) -> Tensor:
+    """What a cache holds, ``(..., num_kv_heads, size)``, in float32: what was written, but for the rounding."""
+    return numbers.float() * _of_heads(scale) if numbers.dtype in LARGEST else numbers.float()
+
+
+def _of_heads(scale: Scale) -> Scale:
+    return scale if isinstance(scale, float) else scale.view(-1, 1)
+
+
+def as_indexed(cache: Tensor) -> Tensor:
+    """The cache, of fp8 as bytes: torch indexes no fp8."""
+    return cache.view(torch.uint8) if cache.dtype in LARGEST else cache
+
+
+def as_floats(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse, for bytes that an engine has allocated; any other cache as it is."""
+    return cache.view(dtype) if cache.dtype == torch.uint8 else cache
+
+
+def write(
+    key: Tensor,
+    value: Tensor | None,
+    kv_cache: Caches,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
+) -> None:
     """Store this step's keys and values ``(num_tokens, num_kv_heads, head_size)`` in their slots, in place.
 
     Of a latent cache ``key`` is the rows ``(num_tokens, 1, head_size)``, and ``value`` is not read. ``slot_mapping``
     is int64 ``(num_tokens,)``, and all tensors are on one device; a token of a slot below 0 is not written. Values are
-    converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph.
+    converted to the cache's dtype, of an fp8 cache as ``held`` says. ``layout`` is of a whole cache. Nothing
+    synchronises, so the call may be captured in a CUDA graph.
 
     Raises ValueError or TypeError naming the argument, before anything is written. A slot past the end is the caller's
     error: on a CPU an IndexError before anything is written, elsewhere it is not looked for.
@@ -157,7 +223,7 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
             raise ValueError("value: None found; only a latent cache has its values among the keys")
         named["value"] = value
     check_tensors(*named.values(), slot_mapping, names=(*named, "slot_mapping"), why_not=not_strided)
-    caches = _written_caches(kv_cache, None if latent else value)
+    caches = _written_caches(kv_cache, None if latent else value, layout)
     check_slots(slot_mapping)
     check_devices(*named.values(), *caches, slot_mapping, names=(*named, *["kv_cache"] * len(caches), "slot_mapping"))
     tokens = {name: new.shape[0] if new.dim() else 0 for name, new in named.items()}
@@ -175,22 +241,23 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     with torch.no_grad():  # a cache has no gradient
         for cache in caches:
             check_written("kv_cache", cache)
-        if value is not None and len(caches) == 2 and overwrites(key, value, *caches):
+        one_scale = are_one(k_scale, v_scale, LARGEST.get(caches[0].dtype, 0.0))
+        if value is not None and len(caches) == 2 and overwrites(key, value, *caches, one_scale=one_scale):
             raise ValueError("kv_cache: keys and values share memory, and values would overwrite keys; give two caches")
         if slot_mapping.device.type == "cpu":
             check_last_slot(slot_mapping, caches[0])
-        for new, cache in zip(named.values(), caches, strict=True):
-            put(new.to(cache.dtype), cache, slot_mapping)
+        for new, cache, scale in zip(named.values(), caches, (k_scale, v_scale), strict=False):
+            put(as_indexed(held(new, cache.dtype, scale)), as_indexed(cache), slot_mapping)
 
 
-def _written_caches(kv_cache: Caches, value: Tensor | None) -> tuple[Tensor, ...]:
+def _written_caches(kv_cache: Caches, value: Tensor | None, layout: str) -> tuple[Tensor, ...]:
     """The caches that ``write`` writes to: of keys and of values, or of latent rows, where ``value`` is None."""
     if isinstance(kv_cache, Tensor):
         check_strided("kv_cache", kv_cache)
         if value is None:
             return key_value(kv_cache)[:1]
         joined = kv_cache.dim() == 4 and value.dim()
-        return key_value(kv_cache, value.shape[-1] if joined else None)
+        return key_value(kv_cache, value.shape[-1] if joined else None, layout)
     _check_tensors("kv_cache", kv_cache)
     for cache in kv_cache:
         check_strided("kv_cache", cache)
@@ -229,14 +296,15 @@ def _places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def read(cache: Tensor, slots: Tensor) -> Tensor:
     """The tokens that ``slots`` name in a cache of keys or of values ``[blocks, block_size, num_kv_heads, head_size]``.
 
-    ``slots`` is int64 of any shape. Returns ``(*slots.shape, num_kv_heads, head_size)`` in the cache's dtype. Slots
-    have to be in range: nothing is clamped.
+    ``slots`` is int64 of any shape. Returns ``(*slots.shape, num_kv_heads, head_size)`` in the cache's dtype, without
+    its scale. Slots have to be in range: nothing is clamped.
     """
     block_size, num_kv_heads, head_size = cache.shape[1:]
+    indexed = as_indexed(cache)
     if cache.is_contiguous():
-        rows = cache.view(-1, num_kv_heads * head_size).index_select(0, slots.reshape(-1))
-        return rows.view(*slots.shape, num_kv_heads, head_size)
-    return cache[_places(slots, block_size)]
+        rows = indexed.view(-1, num_kv_heads * head_size).index_select(0, slots.reshape(-1))
+        return rows.view(cache.dtype).view(*slots.shape, num_kv_heads, head_size)
+    return indexed[_places(slots, block_size)].view(cache.dtype)
 
 
 def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block_dim: int = 1) -> None:
@@ -257,7 +325,7 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     for part in parts:
         check_written("kv_caches", part)
     pairs = _checked_pairs(block_pairs, *(min(part.shape[0] for part in parts),) * 2)
-    for part in parts:
+    for part in map(as_indexed, parts):
         source, target = _indices(pairs, part, part)
         part[target] = part[source]
 
@@ -282,7 +350,7 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
     pairs = _checked_pairs(block_pairs, sources[0].shape[0], targets[0].shape[0])
     for a, b in zip(sources, targets, strict=True):
         from_ids, to_ids = _indices(pairs, a, b)
-        b[to_ids] = a[from_ids].to(b.device)
+        as_indexed(b)[to_ids] = as_indexed(a)[from_ids].to(b.device)
 
 
 def _parts(name: str, cache: Caches, block_dim: int) -> list[Tensor]:

@@ -52,10 +52,15 @@ class Paged(NamedTuple):
     key_cache: Tensor
     value_cache: Tensor
     block_table: Tensor  # int32 (rows, width), on the device
+    k_scale: paged.Scale = 1.0
+    v_scale: paged.Scale = 1.0
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of ``slots``, float32."""
-        return paged.read(self.key_cache, slots).float(), paged.read(self.value_cache, slots).float()
+        return (
+            paged.restored(paged.read(self.key_cache, slots), self.k_scale),
+            paged.restored(paged.read(self.value_cache, slots), self.v_scale),
+        )
 
     def cached(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens ``start:end`` of table row ``row``, float32."""
@@ -64,9 +69,13 @@ class Paged(NamedTuple):
 
     def fresh(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """This step's keys and values of tokens ``start:end``, float32, rounded as the cache rounds them."""
+        return self.rounded(self.key[start:end], self.value[start:end])
+
+    def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of any tokens, float32, as they are when they are read again in the cache."""
         return (
-            self.key[start:end].to(self.key_cache.dtype).float(),
-            self.value[start:end].to(self.value_cache.dtype).float(),
+            paged.restored(paged.held(key, self.key_cache.dtype, self.k_scale), self.k_scale),
+            paged.restored(paged.held(value, self.value_cache.dtype, self.v_scale), self.v_scale),
         )
 
     @property
@@ -267,8 +276,8 @@ def _batch(step: Paged, scoring: Scoring, answer: Answer, packed: Tensor, width:
     query_position = contexts + ahead
     if num_queries > 1:  # the step's own keys are taken as they came: a window may have masked the slots of some
         line = torch.arange(len(rows), dtype=torch.int64, device=device).unsqueeze(1)
-        key[line, query_position - first] = step.key[tokens].to(step.key_cache.dtype).float()
-        value[line, query_position - first] = step.value[tokens].to(step.value_cache.dtype).float()
+        own_key, own_value = step.rounded(step.key[tokens], step.value[tokens])
+        key[line, query_position - first], value[line, query_position - first] = own_key, own_value
     answer.put(tokens, *attend(step.query[tokens].float(), key, value, query_position, key_position, scoring))
 
 

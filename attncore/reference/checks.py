@@ -93,11 +93,13 @@ def check_tensors(
     tensors: tuple[Any, Any, Any],
     num_tokens: tuple[int, int | None],
     output: Tensor | None,
+    key_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, after comparing them, and ``output``, with the configuration.
 
     ``num_tokens`` are those that the metadata has, of queries and of keys (None: as many as the query's). A value that
-    is part of the keys, and keys of which there are none, are made here.
+    is part of the keys, and keys of which there are none, are made here. ``key_dtype`` is the dtype of key and value
+    where it is not the model's: of those that were read in an fp8 cache.
     """
     query, key, value = tensors
     size_v = config.head_size_v or config.head_size
@@ -129,7 +131,8 @@ def check_tensors(
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)} found; the query's tokens and the configuration say {shape}"
             )
-        if tensor.dtype != getattr(torch, config.dtype):
+        of_keys = key_dtype is not None and name in ("key", "value")
+        if tensor.dtype != (key_dtype if of_keys else getattr(torch, config.dtype)):
             raise ValueError(f"{name}: {tensor.dtype} found; the backend was made for torch.{config.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
@@ -151,8 +154,12 @@ def check_cache(
     if config.use_mla and not (isinstance(kv_cache, Tensor) and kv_cache.dim() == 3):
         raise ValueError("kv_cache: a latent cache (use_mla) is one tensor (num_blocks, block_size, head_size)")
     uneven = config.use_mla or size_v != config.head_size
-    caches = paged.key_value(kv_cache, size_v if uneven and isinstance(kv_cache, Tensor) else None)
+    caches = paged.key_value(
+        kv_cache, size_v if uneven and isinstance(kv_cache, Tensor) else None, config.kv_cache_layout
+    )
     expected_dtype = paged.cache_dtype(config.kv_cache_dtype, config.dtype)
+    if expected_dtype.itemsize == 1:  # an engine may allocate bytes
+        caches = paged.as_floats(caches[0], expected_dtype), paged.as_floats(caches[1], expected_dtype)
     for cache, size in zip(caches, (config.head_size, size_v), strict=True):
         expected_block = (config.block_size, config.num_kv_heads, size)
         if cache.shape[1:] != expected_block:

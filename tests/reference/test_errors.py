@@ -105,8 +105,8 @@ def test_layers(case, argument, value):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("kv_cache_layout", "HND"),
-        ("kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_layout", "own"),
+        ("kv_cache_dtype", "int8"),
         ("dtype", "int8"),
         ("head_size_v", 0),
         ("use_mla", True),  # two heads

@@ -4,7 +4,11 @@ import pytest
 import torch
 from reference.encoder_cases import make_cross, make_encoder
 
+from attncore import BackendConfig
+from attncore.reference import ReferenceBackend, attncore_backend
 from attncore.reference import cache as kv_cache
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -102,3 +106,16 @@ def test_swap_between_devices():
     assert torch.equal(host[:, 1], device[:, 3].cpu())
     kv_cache.swap_blocks(host, device, [(1, 0)])
     assert torch.equal(device[:, 0], device[:, 3])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_an_fp8_cache_on_the_device(kv_cache_dtype, layout):
+    """Scales of each head: what the kit runs on a CPU, with the write that asks the device for nothing."""
+    config = BackendConfig(
+        num_heads=4, num_kv_heads=2, head_size=16, dtype="bfloat16", block_size=4, device="cuda",
+        kv_cache_dtype=kv_cache_dtype, kv_cache_layout=layout, spec=attncore_backend(),
+    )  # fmt: skip
+    scales = {"k_scale": torch.tensor([4.0, 0.5]), "v_scale": torch.tensor([2.0, 8.0])}
+    engine = Engine(ReferenceBackend(config), scale=0.0625, **scales)
+    run_batch(engine, [(0, 5), (9, 1), (3, 6), (40, 2)])
