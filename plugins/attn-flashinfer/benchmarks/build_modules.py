@@ -1,6 +1,6 @@
 """Compiles, in parallel, the FlashInfer modules that this plugin's tests and benchmarks ask for.
 
-    python build_modules.py [main] [xqa]
+    python build_modules.py [main] [xqa] [mla]
 
 Needs nvcc and ninja. FlashInfer 0.7's functions that describe a module are private, so that this is a script for
 developers: a user's modules come ahead of time by flashinfer-jit-cache, or at first use.
@@ -11,12 +11,17 @@ import time
 from functools import partial
 
 import torch
-from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module, gen_batch_decode_module
+from flashinfer.jit.attention.modules import (
+    _gen_batch_prefill_primary_module,
+    gen_batch_decode_module,
+    gen_batch_mla_module,
+)
 from flashinfer.jit.cascade import gen_cascade_module
 from flashinfer.jit.core import build_jit_specs
 from flashinfer.jit.xqa import gen_xqa_module
 
-BF16, FP16, E4M3, INT32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32
+BF16, FP16, INT32 = torch.bfloat16, torch.float16, torch.int32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def prefill(dtype, cache, size, window=False, cap=False):
@@ -29,6 +34,10 @@ def decode(dtype, cache, size, window=False, cap=False):
 
 def xqa(cache, size, group, window=False, page=16):
     return gen_xqa_module(BF16, cache, page, size, group, window, BF16, 1, False)
+
+
+def mla(kernels, dtype, cache):
+    return gen_batch_mla_module(kernels, dtype, cache, dtype, INT32, 512, 64, False)
 
 
 MODULES = {
@@ -49,11 +58,22 @@ MODULES = {
         partial(decode, BF16, BF16, 64, window=True),
         partial(decode, BF16, BF16, 128),
     ],
+    "e5m2": [
+        partial(prefill, BF16, E5M2, 64),
+        partial(prefill, FP16, E5M2, 64),
+        partial(decode, BF16, E5M2, 64),
+    ],
     "xqa": [
         partial(xqa, BF16, 64, 2),
         partial(xqa, BF16, 64, 2, window=True),
         partial(xqa, E4M3, 64, 2),
         partial(xqa, BF16, 128, 4),
+    ],
+    "mla": [
+        partial(mla, "fa3", BF16, BF16),
+        partial(mla, "fa2", BF16, BF16),
+        partial(mla, "fa3", BF16, E4M3),
+        partial(mla, "fa3", FP16, FP16),
     ],
 }
 

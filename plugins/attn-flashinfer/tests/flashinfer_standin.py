@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from attn_flashinfer.backend import FlashInferBackend
+from attn_flashinfer.latent import LatentBackend
 from attn_flashinfer.library import Library
 from flashinfer_standin_decode import Decode, fast_decode_plan, xqa_batch_decode_with_kv_cache
+from flashinfer_standin_latent import Latent, csr
 from flashinfer_standin_prefill import Prefill
 from flashinfer_standin_wrapper import Recorder
 from torch import Tensor
@@ -22,10 +24,13 @@ from attncore.testing.harness.declared_needs import only_declared_fields
 
 __all__ = [
     "Decode",
+    "Latent",
     "Prefill",
     "Recorder",
     "backend",
+    "csr",
     "fast_decode_plan",
+    "latent_backend",
     "merge_state_in_place",
     "xqa_batch_decode_with_kv_cache",
 ]
@@ -42,20 +47,34 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBackend:
     """A backend on the CPU over the stand-in: bf16, four heads over two of 64, blocks of 4; reading declared fields."""
-    made = recorder or Recorder()
-    parts = [type(kind.__name__, (kind,), {"recorder": made}) for kind in (Decode, Prefill)]
-
-    class OnCpu(FlashInferBackend):
-        def library(self) -> Library:
-            return Library(
-                parts[0], parts[1], fast_decode_plan, merge_state_in_place, xqa_batch_decode_with_kv_cache, made.version
-            )
-
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "block_size": 4}
     sizes |= changes
     if "spec" not in sizes:
         import attn_flashinfer
 
         sizes |= {"spec": attn_flashinfer.attncore_backend(), "variant": "built"}
-    made_for: Any = only_declared_fields(OnCpu(BackendConfig(**sizes)))
-    return made_for
+    return _made(FlashInferBackend, recorder or Recorder(), sizes)
+
+
+def latent_backend(recorder: Recorder | None = None, *, shows_its_module: bool = True, **changes: Any) -> LatentBackend:
+    """The same over latent caches: four heads over rows of 576, the first 512 of which are the values."""
+    import attn_flashinfer
+
+    sizes: dict[str, Any] = {
+        "num_heads": 4, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "dtype": "bfloat16", "block_size": 4,
+        "use_mla": True, "spec": attn_flashinfer.attncore_backend(), "variant": "latent_built",
+    }  # fmt: skip
+    return _made(LatentBackend, recorder or Recorder(), sizes | changes, shows_its_module=shows_its_module)
+
+
+def _made(kind: type[FlashInferBackend], recorder: Recorder, sizes: dict[str, Any], **facts: Any) -> Any:
+    """A backend of ``kind`` over the stand-in."""
+    parts: list[Any] = [
+        type(part.__name__, (part,), {"recorder": recorder, **facts}) for part in (Decode, Prefill, Latent)
+    ]
+    library = Library(
+        parts[0], parts[1], fast_decode_plan, merge_state_in_place, xqa_batch_decode_with_kv_cache, recorder.version,
+        parts[2], csr,
+    )  # fmt: skip
+    on_cpu = type("OnCpu", (kind,), {"library": lambda _: library})
+    return only_declared_fields(on_cpu(BackendConfig(**sizes)))

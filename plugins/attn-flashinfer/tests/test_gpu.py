@@ -47,18 +47,23 @@ def test_long_contexts_in_mixed_batches(features: dict[str, Any]) -> None:
     run_batch(Engine(made(), num_blocks=160, junk=math.nan, **features), LONG)
 
 
-def test_hnd_and_an_fp8_cache_with_scales() -> None:
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_hnd_and_an_fp8_cache_with_scales(dtype: str) -> None:
     for layout in ("NHD", "HND"):
-        backend = made(kv_cache_layout=layout, kv_cache_dtype="fp8_e4m3")
+        backend = made(kv_cache_layout=layout, kv_cache_dtype=dtype)
         engine = Engine(backend, num_blocks=160, k_scale=2.0, v_scale=4.0, scale=64**-0.5 / 2, with_lse=True)
         run_batch(engine, LONG)
 
 
-@pytest.mark.parametrize("decode", ["auto", "cuda_cores", "xqa"])
+@pytest.mark.parametrize(
+    ("decode", "dtype"),
+    [("auto", "fp8_e4m3"), ("cuda_cores", "fp8_e4m3"), ("xqa", "fp8_e4m3"), ("auto", "fp8_e5m2"),
+     ("cuda_cores", "fp8_e5m2")],
+)  # fmt: skip
 @pytest.mark.parametrize("heads", [1, 2])
-def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str) -> None:
+def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str, dtype: str) -> None:
     """None is a power of two: what is multiplied into the query and the output is rounded there once."""
-    backend = made({"decode": decode}, kv_cache_dtype="fp8_e4m3")
+    backend = made({"decode": decode}, kv_cache_dtype=dtype)
     scales = {"k_scale": torch.tensor([3.0, 0.7])[:heads], "v_scale": torch.tensor([0.3, 5.0])[:heads]}
     engine = Engine(backend, num_blocks=160, scale=64**-0.5 / 3, with_lse=decode != "xqa", **scales)
     run_batch(engine, LONG)

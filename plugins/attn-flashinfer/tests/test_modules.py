@@ -16,8 +16,11 @@ BF16_PAGED = modules.paged("bfloat16", "auto", 64, window=False, soft_cap=False)
 def test_names_are_those_that_flashinfer_gives() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     real = pytest.importorskip("flashinfer.jit.attention.modules", reason="FlashInfer is not installed")
-    kinds = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
-    for dtype, cache in (("float16", "auto"), ("bfloat16", "fp8_e4m3")):
+    kinds = {
+        "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }  # fmt: skip
+    for dtype, cache in (("float16", "auto"), ("bfloat16", "fp8_e4m3"), ("float16", "fp8_e5m2")):
         query, kept = kinds[dtype], kinds[modules.cached(dtype, cache)]
         for window, soft_cap in ((False, False), (True, False), (False, True)):
             facts = query, kept, query, torch.int32, 128, 128, 0, window, soft_cap
@@ -26,6 +29,9 @@ def test_names_are_those_that_flashinfer_gives() -> None:
             assert ours == real._get_batch_prefill_module_uri(uri, "fa2", "equal", "full")
             ours = modules.cuda_core_decode(dtype, cache, 128, window=window, soft_cap=soft_cap)
             assert ours == real.get_batch_decode_uri(*facts)
+        for kernels in ("fa2", "fa3"):
+            uri = real.get_batch_mla_uri(kernels, query, kept, query, torch.int32, 512, 64, False)
+            assert modules.latent(dtype, cache, 576, 512, kernels) == uri
 
 
 def test_the_name_of_an_xqa_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,4 +152,17 @@ def test_what_a_request_needs() -> None:
     asked = AttentionRequest(**facts, options={"flashinfer": {"cascade": True}})
     assert checks.needed(asked)[1:] == ["cascade"]
     assert checks.needed(AttentionRequest(**{**facts, "dtype": "float32"})) == []
-    assert checks.needed(AttentionRequest(**facts, kv_cache_dtype="fp8_e5m2")) == []
+    e5m2 = checks.needed(AttentionRequest(**facts, kv_cache_dtype="fp8_e5m2"))
+    assert e5m2 == [modules.paged("float16", "fp8_e5m2", 128, window=False, soft_cap=False)]
+    assert "dtype_q_f16_dtype_kv_e5m2_dtype_o_f16" in e5m2[0]
+
+
+def test_what_a_request_for_a_latent_cache_needs() -> None:
+    facts = {"num_heads": 8, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    for device, kernels in (("cuda:sm_90", "fa3"), ("cuda:sm_80", "fa2")):
+        host = Host(device=device)
+        asked = AttentionRequest(**facts, dtype="bfloat16")
+        assert checks.needed_latent(asked, host) == [modules.latent("bfloat16", "auto", 576, 512, kernels)]
+        assert checks.needed_latent(AttentionRequest(**facts, dtype="float32"), host) == []
+    asked = AttentionRequest(**facts, dtype="bfloat16", options={"flashinfer": {"latent": "fa2"}})
+    assert checks.needed_latent(asked, Host(device="cuda:sm_90"))[0].endswith("_planabi2")

@@ -57,12 +57,12 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
     [
         ({"head_size": 80}, "head_size 80 not supported"),
         ({"dtype": "float32"}, "dtype float32 not supported"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 not supported"),
+        ({"kv_cache_dtype": "float32"}, "kv_cache_dtype float32 not supported"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 beside dtype bfloat16"),
         ({"alibi": True}, "FlashInfer makes its own slopes"),
         ({"sinks": True}, "its paged wrappers take sinks through kernels"),
         ({"features": {"encoder"}}, "it plans attention over the paged cache only"),
-        ({"use_mla": True, "num_kv_heads": 1}, "latent attention not supported"),
+        ({"use_mla": True, "num_kv_heads": 1}, "head_size 128 not supported"),
         ({"cuda_graph": "always"}, "cuda_graph always not supported"),
         ({"allow_compile": False}, "which compiles kernels at first use"),
         ({"options": {"flashinfer": {"decode": "fastest"}}}, "'fastest' is not one of"),
@@ -73,12 +73,63 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
             {"options": {"flashinfer": {"decode": "xqa"}}, "kv_cache_dtype": "fp8_e4m3", "sliding_window": 64},
             "not been shown right for windows over an fp8 cache",
         ),
+        (
+            {"options": {"flashinfer": {"decode": "xqa"}}, "kv_cache_dtype": "fp8_e5m2"},
+            "decode=xqa: a cache of fp8_e5m2; of fp8 its kernel reads e4m3",
+        ),
         ({"options": {"flashinfer": {"decode": "xqa"}}, "features": {"lse"}}, "it returns no log-sum-exp"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_it_cannot_run_is_a_reason(changes: dict[str, Any], says: str) -> None:
     assert says in refusal(**changes)
+
+
+LATENT = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_latent_caches_have_a_variant(device: str) -> None:
+    choice = choose(negotiated(device, **LATENT, features={"lse", "multi_token_decode"}, cuda_graph="uniform"))
+    assert (choice.name, choice.variant, choice.block_size) == ("flashinfer", "latent_jit", 64)
+
+
+def test_latent_caches_are_chosen_before_the_reference() -> None:
+    host = Host.assume("sm_90", packages=PACKAGES)
+    found = negotiate_installed(AttentionRequest(**LATENT, dtype="bfloat16"), host=host)
+    assert found.chosen.name == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "says"),
+    [
+        ("sm_75", {}, "device"),
+        ("sm_90", {"head_size": 640}, "head_size 640 not supported"),
+        ("sm_90", {"head_size_v": 448}, "head_size_v 448 not supported"),
+        ("sm_90", {"head_size_v": None}, "head_size_v: 576 of 576 found"),
+        ("sm_90", {"num_heads": 20}, "num_heads: 20 found; over latent caches"),
+        ("sm_90", {"num_heads": 256}, "query heads per key/value head: 256"),
+        ("sm_90", {"sliding_window": 64}, "take no window"),
+        ("sm_90", {"logits_soft_cap": 30.0}, "take no cap"),
+        ("sm_90", {"kv_cache_layout": "HND"}, "kv_cache_layout HND"),
+        ("sm_90", {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 not supported"),
+        ("sm_90", {"kv_cache_dtype": "fp8_e4m3", "dtype": "float16"}, "read on sm_90 alone, by models in bfloat16"),
+        ("sm_80", {"kv_cache_dtype": "fp8_e4m3"}, "read on sm_90 alone, by models in bfloat16"),
+        ("sm_80", {"options": {"flashinfer": {"latent": "fa3"}}}, "latent=fa3 runs on sm_90 alone"),
+        ("sm_90", {"options": {"flashinfer": {"decode": "xqa"}}}, "decode"),
+    ],
+    ids=str,
+)
+def test_why_a_latent_cache_is_refused(device: str, changes: dict[str, Any], says: str) -> None:
+    said = refusal(device, **{**LATENT, **changes})
+    assert says in said
+    assert "plain heads" not in said, "variants for other caches say nothing"
+
+
+def test_fp8_and_generations_of_latent_kernels() -> None:
+    assert choose(negotiated(**LATENT, kv_cache_dtype="fp8_e4m3", features={"kv_scales"})).variant == "latent_jit"
+    for kernels in ("fa2", "fa3"):
+        assert choose(negotiated(**LATENT, options={"flashinfer": {"latent": kernels}})).variant == "latent_jit"
 
 
 def test_xqa_is_for_hopper() -> None:

@@ -17,12 +17,16 @@ from attncore.builder import InputBatch, MetadataBuilder
     [
         ({"head_size": 96}, "head_size: 96 found; flashinfer's variant built accepts 64, 128, 256"),
         ({"head_size_v": 32}, "head_size_v: 32 found; flashinfer's variant built accepts the same as head_size, 64"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: fp8_e5m2 found; flashinfer's variant built accepts auto"),
+        ({"kv_cache_dtype": "float32"}, "kv_cache_dtype: float32 found; flashinfer's variant built accepts auto"),
         ({"use_mla": True, "num_kv_heads": 1}, "use_mla: "),
         ({"dtype": "float32"}, "dtype: float32 found"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16 found beside bfloat16"),
         ({"kv_cache_layout": "HDN"}, "kv_cache_layout: 'HDN' is not one of"),
         ({"options": {"decode": "xqa"}}, "options: decode=xqa: block_size 4"),
+        (
+            {"options": {"decode": "xqa"}, "block_size": 16, "kv_cache_dtype": "fp8_e5m2"},
+            "options: decode=xqa: a cache of fp8_e5m2",
+        ),
         ({"options": {"decode": "cuda_cores"}, "num_heads": 10}, "options: decode=cuda_cores: groups of 5 heads"),
     ],
     ids=str,

@@ -37,5 +37,15 @@ def test_functions_of_decode(name: str) -> None:
     assert _signature(getattr(standin, name)) == _signature(getattr(flashinfer.decode, name))
 
 
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+def test_the_wrapper_of_latent_attention(method: str) -> None:
+    real = getattr(flashinfer.mla.BatchMLAPagedAttentionWrapper, method)
+    assert _signature(getattr(standin.Latent, method)) == _signature(real)
+
+
+def test_rows_of_plans_of_latent_attention() -> None:
+    assert _signature(standin.csr) == _signature(flashinfer.mla.MLAPlanMetadata.csr)
+
+
 def test_merge_state() -> None:
     assert _signature(standin.merge_state_in_place) == _signature(flashinfer.cascade.merge_state_in_place)

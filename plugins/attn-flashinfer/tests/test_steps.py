@@ -40,9 +40,10 @@ def test_grouped_heads_and_sizes(heads: tuple[int, int]) -> None:
         run_batch(Engine(backend, scale=0.1), MIXED)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (1024.0, 1.0), (1.0, 1024.0)])
-def test_an_fp8_cache_with_scales(scales: tuple[float, float]) -> None:
-    backend = standin.backend(kv_cache_dtype="fp8_e4m3")
+def test_an_fp8_cache_with_scales(scales: tuple[float, float], dtype: str) -> None:
+    backend = standin.backend(kv_cache_dtype=dtype)
     engine = Engine(backend, k_scale=scales[0], v_scale=scales[1], scale=64**-0.5 / scales[0])
     run_batch(engine, MIXED)
 

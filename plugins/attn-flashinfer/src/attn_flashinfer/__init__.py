@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attncore import BackendSpec, MultipleOf, Option, Variant, hookimpl
 
@@ -34,6 +34,17 @@ OPTIONS = {
 }
 
 
+LATENT_OPTIONS = {
+    "latent": Option(
+        str,
+        "generation of the kernels over latent caches; auto is fa3 on sm_90, fa2 elsewhere",
+        default="auto",
+        choices=("auto", "fa2", "fa3"),
+    ),
+    **{name: OPTIONS[name] for name in ("workspace_mib", "max_workspace_mib")},
+}
+
+
 @hookimpl
 def attncore_backend() -> BackendSpec:
     """The facts by which attncore chooses, and which its conformance kit probes."""
@@ -45,7 +56,7 @@ def attncore_backend() -> BackendSpec:
         factory="attn_flashinfer.backend:FlashInferBackend",
         devices={"cuda:sm_90": 55, "cuda:sm_80+": 50},  # sm_90: between flash's generations; its spec has the figures
         dtypes={"float16", "bfloat16"},
-        kv_cache_dtypes={"auto", "float16", "bfloat16", "fp8_e4m3"},
+        kv_cache_dtypes={"auto", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"},
         head_sizes={64, 128, 256},
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
@@ -85,8 +96,45 @@ def attncore_backend() -> BackendSpec:
         variants=(
             Variant("built", check=checks.built),
             Variant("jit", check=checks.compiled, compiles_at_run_time=True),
+            Variant("latent_built", check=checks.latent_built, **_latent_facts()),
+            Variant("latent_jit", check=checks.latent_compiled, compiles_at_run_time=True, **_latent_facts()),
         ),
     )  # fmt: skip
+
+
+def _latent_facts() -> dict[str, Any]:
+    """What both variants for latent caches (MLA) state otherwise."""
+    return {
+        "factory": "attn_flashinfer.latent:LatentBackend",
+        "use_mla": True,
+        "mla_only": True,
+        "kv_cache_dtypes": {"auto", "float16", "bfloat16", "fp8_e4m3"},
+        "head_sizes": {576},
+        "head_size_v": {512},
+        "max_group_size": 128,
+        "kv_cache_layouts": ("NHD",),
+        "preferred_block_size": 64,
+        "features": {"kv_scales", "kv_scales_on_device", "kv_scales_per_head", "multi_token_decode", "lse"},
+        "unsupported": {
+            "sliding_window": "its kernels of latent attention take no window",
+            "logits_soft_cap": "its kernels of latent attention take no cap",
+            "alibi": "its kernels of latent attention take no slopes",
+            "alibi_standard": "its kernels of latent attention take no slopes",
+            "sinks": "its kernels of latent attention take none on the GPUs below sm_100",
+            "strided_kv_cache": "a latent cache is whole",
+            "encoder": "it plans attention over the paged cache only",
+            "encoder_decoder": "it plans causal attention only",
+            "tree_mask": "it passes no mask",
+        },
+        "host_needs": {
+            "query_start_loc", "seq_lens", "paged_kv_indptr", "paged_kv_last_page_len",
+            "block_table", "paged_kv_indices",  # ids beyond the cache are refused
+        },
+        "device_needs": {"slot_mapping", "paged_kv_indptr", "paged_kv_indices"},
+        "finite_passed_blocks": False,
+        "workspace_bytes": 64 << 20,
+        "options": LATENT_OPTIONS,
+    }  # fmt: skip
 
 
 @hookimpl

@@ -42,13 +42,14 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
     impl_class = FlashInferImpl
     list_layout = "flashinfer"
+    plans_class: type[KeyPlans] = KeyPlans
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self.decode_kernel = _decode_kernel(config)
-        self.shape = _shape(config, self.kv_cache_torch_dtype(), self.decode_kernel)
+        self.shape = self.make_shape(self.kv_cache_torch_dtype())
         options = config.options
-        self._asked_plan = str(options.get("plan", device_plan.AUTO))
+        self._asked_plan = self._plan_option()
         self._branches = bool(options.get("plan_branch")) and self._is_cuda
         self._side: Any = None
         self.plan_of_captured, self.why_plan = self._no_plan_yet()
@@ -83,8 +84,23 @@ class FlashInferBackend(AttentionBackend):
         found = self._plans.get(key)
         if found is None:
             settings = LayerSettings(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
-            found = self._plans[key] = KeyPlans(self._tools, settings)
+            found = self._plans[key] = self.plans_class(self._tools, settings)
         return found
+
+    def make_shape(self, cache_dtype: torch.dtype) -> Shape:
+        """What all layers share; ValueError for a configuration that the kernels cannot run."""
+        config = self.config
+        return Shape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.block_size,
+            getattr(torch, config.dtype),
+            cache_dtype,
+            config.kv_cache_layout,
+            config.device,
+            self.decode_kernel != CUDA_CORES,
+        )
 
     def check_modules(self, window: int | None, soft_cap: float | None) -> None:
         """ValueError where a layer's module is not built and cannot be compiled here: better than in a step."""
@@ -163,6 +179,9 @@ class FlashInferBackend(AttentionBackend):
             planned.record()
         return planned
 
+    def _plan_option(self) -> str:
+        return str(self.config.options.get("plan", device_plan.AUTO))
+
     def _no_plan_yet(self) -> tuple[str, str]:
         if self._asked_plan == device_plan.HOST:
             return device_plan.HOST, "asked for by the option plan"
@@ -221,35 +240,32 @@ class FlashInferBackend(AttentionBackend):
         self._event, self._has_planned = None, True
 
 
+def _architecture(device: str) -> str:
+    """As a spec names it, such as ``cuda:sm_90``; that too where there is no CUDA device, as in tests."""
+    if not device.startswith("cuda"):
+        return "cuda:sm_90"
+    return "cuda:sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def _decode_kernel(config: BackendConfig) -> str:
     """The kernel of decodes of one token; ValueError for combinations that FlashInfer lacks, which no spec can say."""
     if config.kv_cache_dtype in ("float16", "bfloat16") and config.kv_cache_dtype != config.dtype:
-        raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found beside {config.dtype}; give auto or fp8_e4m3")
+        raise ValueError(
+            f"kv_cache_dtype: {config.kv_cache_dtype} found beside {config.dtype}; give auto, fp8_e4m3 or fp8_e5m2"
+        )
     group = config.num_heads // config.num_kv_heads
     asked = str(config.options.get("decode", "auto"))
     kernel = checks.automatic(group) if asked == "auto" else asked
     problem = ""
     if kernel == XQA:
-        problem = checks.xqa_problem(group, config.block_size, config.logits_soft_cap)
+        problem = checks.xqa_problem(
+            group, config.block_size, config.logits_soft_cap, config.kv_cache_dtype, _architecture(config.device)
+        )
     elif kernel == CUDA_CORES:
         problem = checks.cuda_core_problem(group)
     if problem:
         raise ValueError(f"options: {problem}")
     return kernel
-
-
-def _shape(config: BackendConfig, cache_dtype: torch.dtype, decode_kernel: str) -> Shape:
-    return Shape(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_size,
-        config.block_size,
-        getattr(torch, config.dtype),
-        cache_dtype,
-        config.kv_cache_layout,
-        config.device,
-        decode_kernel != CUDA_CORES,
-    )
 
 
 def _check_pool(metadata: AttentionMetadata, num_blocks: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -40,7 +41,7 @@ class FlashInferImpl(AttentionImpl):
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self.scales_changed()
         self._kv_cache: Any = _NO_CACHE_YET
-        self._caches: tuple[Tensor, Tensor]
+        self._caches: Any
         self._slots: tuple[Tensor, Tensor]
         # Last: a layer that is refused leaves no plans in the backend.
         self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
@@ -53,7 +54,7 @@ class FlashInferImpl(AttentionImpl):
         scores with the keys of the cache are the same then, and v_scale into the output, of which it is a factor: two
         small launches, which read the scales on the device. The log-sum-exp is that of the scores, and needs nothing.
         """
-        self._write = CacheWriter(self.k_scale, self.v_scale)
+        self._write: Callable[..., None] = CacheWriter(self.k_scale, self.v_scale)
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         self._scales = {name: scale for name, scale in scales.items() if isinstance(scale, float) and scale != 1.0}
         self._of_query = self._of_output = None
@@ -115,7 +116,7 @@ class FlashInferImpl(AttentionImpl):
         if kv_cache is None:
             self.check_order(query, metadata)
             if not write or not is_profiled(metadata):
-                return query.new_zeros(query.shape) if output is None else output.zero_()
+                return (self._empty(query) if output is None else output).zero_()
             profiled = profiled_step(self.backend, self._write, key, value, metadata)
             step, caches = self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
         else:
@@ -129,8 +130,8 @@ class FlashInferImpl(AttentionImpl):
             if write:
                 self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
-            output = query.new_empty(query.shape)
-        target = output if output.is_contiguous() else query.new_empty(query.shape)
+            output = self._empty(query)
+        target = output if output.is_contiguous() else self._empty(query)
         if self._of_query is not None:
             scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
@@ -151,13 +152,17 @@ class FlashInferImpl(AttentionImpl):
             output.copy_(target)
         return output
 
+    def _empty(self, query: Tensor) -> Tensor:
+        """What the output of ``query`` takes."""
+        return query.new_empty(query.shape)
+
     def _of_kv_heads(self, tensor: Tensor) -> Tensor:
         """(T, num_heads, size) as a view (T, num_kv_heads, heads that share one, size)."""
         count, heads, size = tensor.shape
         kv_heads = self.backend.shape.num_kv_heads
         return tensor.view(count, kv_heads, heads // kv_heads, size)
 
-    def _for_kernels(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _for_kernels(self, keys: Tensor, values: Tensor) -> Any:
         """Views of a cache by slots, as the kernels take them."""
         hnd = self.backend.shape.layout == "HND"
         return (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)

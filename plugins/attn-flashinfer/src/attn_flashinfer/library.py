@@ -20,12 +20,16 @@ class Library(NamedTuple):
     xqa: Callable[..., Any]
     """xqa_batch_decode_with_kv_cache"""
     version: str = ""
+    latent: Callable[..., Any] | None = None
+    """BatchMLAPagedAttentionWrapper"""
+    latent_rows: Callable[..., Any] | None = None
+    """MLAPlanMetadata.csr: a step's page list and lengths, as plans of the wrapper above take them."""
 
 
 @lru_cache(maxsize=1)
 def flashinfer() -> Library:
     """The library that is installed. Its import takes seconds and needs no GPU."""
-    from flashinfer import __version__, cascade, decode, prefill
+    from flashinfer import __version__, cascade, decode, mla, prefill
 
     return Library(
         decode.BatchDecodeWithPagedKVCacheWrapper,
@@ -34,4 +38,6 @@ def flashinfer() -> Library:
         cascade.merge_state_in_place,
         decode.xqa_batch_decode_with_kv_cache,
         __version__,
+        mla.BatchMLAPagedAttentionWrapper,
+        mla.MLAPlanMetadata.csr,
     )

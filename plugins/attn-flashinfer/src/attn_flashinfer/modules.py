@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-SHORT = {"float16": "f16", "bfloat16": "bf16", "fp8_e4m3": "e4m3"}
+SHORT = {"float16": "f16", "bfloat16": "bf16", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 """Dtypes of the contract as the names of modules have them."""
 
-ATTENTION = ("batch_prefill", "batch_decode", "xqa")
+ATTENTION = ("batch_prefill", "batch_decode", "batch_mla", "xqa")
 """How the names of modules of attention begin."""
 
 XQA_PAGES = (16, 32, 64, 128)
@@ -46,6 +46,17 @@ def xqa(dtype: str, kv_cache_dtype: str, head_size: int, group: int, page: int, 
     return (
         f"xqa_input_{of_query}_kv_cache_{of_cache}_output_{of_query}_page_size_{page}_head_dim_{head_size}"
         f"_head_group_ratio_{group}_use_sliding_window_{window}_use_spec_dec_False_spec_q_seq_len_1"
+    )
+
+
+def latent(dtype: str, kv_cache_dtype: str, head_size: int, head_size_v: int, kernels: str) -> str:
+    """The module of latent attention by ``kernels``, fa2 or fa3; rows of ``head_size``, whose values are the first
+    ``head_size_v`` columns."""
+    of_query, of_cache = SHORT[dtype], SHORT[cached(dtype, kv_cache_dtype)]
+    return (
+        f"batch_mla_attention_dtype_q_{of_query}_dtype_kv_{of_cache}_dtype_o_{of_query}_dtype_idx_i32"
+        f"_head_dim_ckv_{head_size_v}_head_dim_kpe_{head_size - head_size_v}_profiler_False_planabi2"
+        f"{'_sm90' if kernels == 'fa3' else ''}"
     )
 
 

@@ -23,6 +23,7 @@ as one chunk."""
 
 _STORED = 1024  # entries that a program stores at once
 _SMALLEST = 16  # rows that a program has room for, at least: so that few kernels are compiled
+_WARPS = {16: 8, 32: 8, 64: 2}  # by rows, else 4: the fastest by ../../benchmarks/plan_floor.py on an H200
 
 # Kernels may read globals that are constants of the compiler alone.
 _ADDRESS, _REQUEST, _QO_TILE, _KV_TILE = (tl.constexpr(word) for word in (ADDRESS, REQUEST, QO_TILE, KV_TILE))
@@ -128,5 +129,5 @@ def write_plans(indptr: Any, table: Any, num_rows: int) -> None:
     rows = max(triton.next_power_of_2(num_rows), _SMALLEST)
     _write_plans[(len(table),)](
         indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=512,
-        num_warps=2 if rows == 64 else 4,  # by ../../benchmarks/plan_floor.py, an H200
+        num_warps=_WARPS.get(rows, 4),
     )  # fmt: skip

@@ -67,7 +67,7 @@ class KeyPlans:
 
     def __init__(self, tools: Tools, settings: LayerSettings) -> None:
         self._tools, self.settings = tools, settings
-        self.step = StepPlan(_nothing, ())
+        self.step = StepPlan(no_step, ())
         """Of the step planned last."""
         self._decode: EagerDecode | None = None
         self._append: dict[str, EagerAppend] = {}
@@ -76,13 +76,13 @@ class KeyPlans:
         self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode]] = WeakKeyDictionary()
         """By builder: they live as long as it does."""
         self._of_list_builder: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
-        self._newest: Callable[[], Any] = _nothing
+        self._newest: Callable[[], Any] = no_step
         """The builder of the list builder that captured last."""
         self._plans_no_decode = tools.kernel == "xqa"
 
     def plan(self, metadata: AttentionMetadata, pages: Pages) -> None:
         """Plans a step. Reads host arrays and integers alone."""
-        self.step = StepPlan(_nothing, ())  # a plan that fails may have taken the last one's wrappers
+        self.step = StepPlan(no_step, ())  # a plan that fails may have taken the last one's wrappers
         if not metadata.use_cuda_graph:
             self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
         elif metadata.builder is not None:
@@ -97,12 +97,12 @@ class KeyPlans:
 
     def profiled(self, step: ProfiledStep, longest: int) -> StepPlan:
         """The plan of a profiling run, whose cache one layer has made; no query is longer than ``longest``."""
-        self.step = StepPlan(_nothing, ())  # the wrapper is that of prefills
+        self.step = StepPlan(no_step, ())  # the wrapper is that of prefills
         append = self._append.get("prefill")
         if append is None:
             append = self._append["prefill"] = EagerAppend(self._tools.library, self._tools.workspace, self.settings)
         append.plan(step.pages, 0, len(step.starts) - 1, step.starts, longest)
-        return StepPlan(_nothing, (Part(append.run, 0, int(step.starts[-1])),))
+        return StepPlan(no_step, (Part(append.run, 0, int(step.starts[-1])),))
 
     def find(self, metadata: AttentionMetadata) -> StepPlan:
         """The plan of a step that is not the very object planned last; ValueError where there is none."""
@@ -117,7 +117,7 @@ class KeyPlans:
             captured = self._captured.get(place) or self._newest_sizes().get(metadata.num_reqs)
             if captured is not None:
                 _ = metadata.paged_kv_indptr  # of adopted steps it is made in the graph, or now, where there is none
-                return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
+                return StepPlan(no_step, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
             "metadata: not of the step that was planned last; FlashInfer keeps one plan of eager steps, so run all "
             "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
@@ -236,7 +236,7 @@ class KeyPlans:
         return Part(self._cascade.run, 0, int(metadata.host.query_start_loc[-1]))
 
 
-def _nothing() -> None:
+def no_step() -> None:
     """Stands for the metadata of no step."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_flashinfer.pages import Pages, tensor_over
-from attncore import AttentionMetadata, CacheWriter
+from attncore import AttentionMetadata
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -33,7 +34,11 @@ class ProfiledStep(NamedTuple):
 
 
 def profiled_step(
-    backend: FlashInferBackend, write: CacheWriter, key: Tensor, value: Tensor, metadata: AttentionMetadata
+    backend: FlashInferBackend,
+    write: Callable[..., None],
+    key: Tensor,
+    value: Tensor | None,
+    metadata: AttentionMetadata,
 ) -> ProfiledStep:
     """A cache with the keys and values of a step whose requests have no context."""
     starts, block_size = metadata.host.query_start_loc, backend.shape.block_size
@@ -50,7 +55,8 @@ def profiled_step(
             dtype=backend.shape.cache_dtype, device=backend.config.device,
         )
     )  # fmt: skip
-    write(key[: len(slots)], value[: len(slots)], keys, values, backend.from_host(slots))
+    given = None if value is None else value[: len(slots)]  # of a latent cache
+    write(key[: len(slots)], given, keys, values, backend.from_host(slots))
     pages = Pages(
         torch.from_numpy(indptr),
         torch.from_numpy(np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)),

@@ -61,7 +61,7 @@ class EagerDecode:
 
     def __init__(self, library: Library, workspace: Workspace, settings: LayerSettings) -> None:
         shape = settings.shape
-        with _plain_tensors():
+        with plain_tensors():
             self._wrapper = library.decode(
                 workspace.buffer, shape.layout, use_tensor_cores=shape.tensor_cores, backend=KERNELS
             )
@@ -86,7 +86,7 @@ class EagerAppend:
 
     def __init__(self, library: Library, workspace: Workspace, settings: LayerSettings, *, causal: bool = True) -> None:
         shape = settings.shape
-        with _plain_tensors():
+        with plain_tensors():
             self._wrapper = library.prefill(workspace.buffer, shape.layout, backend=KERNELS)
             _serve(workspace, self._wrapper, shape.device)
         self.run: Callable[..., Any] = self._wrapper.run
@@ -148,7 +148,7 @@ class CapturedDecode:
     ) -> None:
         shape = settings.shape
         self._plan = library.fast_decode_plan
-        with _plain_tensors():
+        with plain_tensors():
             wrapper = self._wrapper = library.decode(
                 workspace.buffer,
                 shape.layout,
@@ -204,7 +204,7 @@ class CapturedDecode:
         keywords = {**self._keywords, "o_data_type": self._keywords["q_data_type"], "seq_lens": most.seq_lens}
         float_bytes, int_bytes = self._wrapper.workspace_size(*arguments, **keywords)
         workspace.reserve(float_bytes)
-        with _plain_tensors():
+        with plain_tensors():
             own = torch.empty(-(-int_bytes // 4096) * 4096, dtype=torch.uint8, device=workspace.device)
         self._int_workspace = own
         self._wrapper.reset_workspace_buffer(workspace.buffer, own)
@@ -247,7 +247,7 @@ class _Room:
             plan(*arguments, **keywords)
 
 
-def _plain_tensors() -> Any:
+def plain_tensors() -> Any:
     """What a wrapper makes when the first step is built in inference mode, plans of steps outside of it write to."""
     return torch.inference_mode(False)
 
