@@ -1,6 +1,9 @@
-"""One engine over several processes, each with a part of every layer: torch.distributed, and transformers' tp_plan.
+"""One engine over several processes, by torch.distributed: each has a part of every layer (transformers' tp_plan).
 
 torchrun --nproc-per-node 2 examples/ranks.py MODEL Once upon
+torchrun --nproc-per-node 2 examples/ranks.py --share-keys MODEL Once upon
+
+With --share-keys each has the whole model, and a part of every request's keys and values: context parallelism.
 
 Rank 0 schedules. Before each step it sends the others what changed and what runs, as one message; each builds the
 step's metadata for its own caches. Sampling is the same on every rank: all have all logits and the same seed.
@@ -32,7 +35,7 @@ FIRST = 256
 
 
 class RankError(RuntimeError):
-    """A rank failed or is gone. The others cannot go on: each has a part of the model."""
+    """A rank failed or is gone. The others cannot go on: each has a part of the model, or of the keys."""
 
 
 class Messages:
@@ -75,8 +78,8 @@ def ending(rank: int, what: str) -> Iterator[None]:
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankError(
-            f"rank {rank}: {what} ({said}); a rank failed or is gone, and the others cannot run without its part of "
-            "the model: all end; start them again"
+            f"rank {rank}: {what} ({said}); a rank failed or is gone, and the others cannot run without its part: "
+            "all end; start them again"
         ) from error
 
 
@@ -154,34 +157,55 @@ def refuse_unshardable(config: Any, ranks: int) -> None:
 
 
 def sharded(name: str, **options: Any) -> Any:
-    """This rank's part of a model. Starts torch.distributed, unless it runs, by what torchrun has set.
+    """This rank's part of a model.
 
     The whole model is loaded to the host first: loading parts alone, ``from_pretrained(distributed_config=...)``, takes
     the package accelerate."""
+    ranks, device = _place()
+    refuse_unshardable(AutoConfig.from_pretrained(name), ranks)
+    _start(device)
+    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    mesh, parts = dist.init_device_mesh(device, (ranks,)), DistributedConfig(tp_size=ranks, tp_plan="auto")
+    return type(model).maybe_distribute_model(model, parts, mesh).to(device)
+
+
+def whole(name: str, **options: Any) -> Any:
+    """The whole model on this rank's device: for ``FirstRank`` and ``OtherRank`` with ``interleave``."""
+    _, device = _place()
+    _start(device)
+    return AutoModelForCausalLM.from_pretrained(name, **options).to(device)
+
+
+def _place() -> tuple[int, str]:
+    """How many ranks there are, and the kind of device, by what torchrun has set."""
     if "RANK" not in os.environ:
         raise ValueError("ranks: no RANK in the environment; start every rank by torchrun")
-    ranks, device = int(os.environ["WORLD_SIZE"]), "cuda" if torch.cuda.is_available() else "cpu"
-    refuse_unshardable(AutoConfig.from_pretrained(name), ranks)
+    return int(os.environ["WORLD_SIZE"]), "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _start(device: str) -> None:
+    """Starts torch.distributed, unless it runs."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    whole = AutoModelForCausalLM.from_pretrained(name, **options)
-    mesh, parts = dist.init_device_mesh(device, (ranks,)), DistributedConfig(tp_size=ranks, tp_plan="auto")
-    return type(whole).maybe_distribute_model(whole, parts, mesh).to(device)
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        print("usage: torchrun --nproc-per-node N examples/ranks.py MODEL [WORD ...]", file=sys.stderr)
+    words = sys.argv[1:]
+    shares_keys = words[:1] == ["--share-keys"]
+    if not words[shares_keys:]:
+        print("usage: torchrun --nproc-per-node N examples/ranks.py [--share-keys] MODEL [WORD ...]", file=sys.stderr)
         return 2
-    name, text = sys.argv[1], " ".join(sys.argv[2:]) or "Once upon a time"
+    name, text = words[shares_keys], " ".join(words[shares_keys + 1 :]) or "Once upon a time"
+    options = {"interleave": 1} if shares_keys else {}
     try:
-        model = sharded(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
+        load = whole if shares_keys else sharded
+        model = load(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
         if dist.get_rank():
-            OtherRank(model).serve()
+            OtherRank(model, **options).serve()
         else:
-            engine = FirstRank(model, tokenizer=AutoTokenizer.from_pretrained(name))
+            engine = FirstRank(model, tokenizer=AutoTokenizer.from_pretrained(name), **options)
             print(text, end="", flush=True)
             for _, piece in engine.generate([text], max_new_tokens=100):
                 print(piece, end="", flush=True)

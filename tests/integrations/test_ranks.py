@@ -1,11 +1,6 @@
 """examples/ranks.py: two processes say what one says; where one ends, the other does, with a sentence."""
 
-import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,39 +11,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers  # noqa: E402
 from engine import Engine  # noqa: E402
 from integrations.models import decoder  # noqa: E402
+from integrations.start_ranks import two_ranks  # noqa: E402
 from integrations.two_ranks import NEW, POOL, PROMPTS  # noqa: E402
 from ranks import FIRST, Messages, refuse_unshardable  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def two_ranks(folder, fault="none", compiler="none"):
-    """The exit codes, error outputs and rank 0's findings."""
-    result, program = folder / "result.json", Path(__file__).with_name("two_ranks.py")
-    environ = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder), str(result), fault, compiler],
-            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found = json.loads(result.read_text()) if result.exists() else None
-    return [rank.returncode for rank in ranks], said, found
 
 
 def saved(tmp_path, name="llama", **shape):

@@ -1,4 +1,7 @@
-"""A rank of test_ranks.py: two_ranks.py FOLDER RESULT FAULT COMPILER. Rank 0 writes what its engine said as JSON."""
+"""A rank of a test: two_ranks.py FOLDER RESULT FAULT COMPILER INTERLEAVE.
+
+Rank 0 writes what its engine said as JSON.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch  # noqa: E402
-from ranks import FirstRank, OtherRank, RankError, sharded  # noqa: E402
+from ranks import FirstRank, OtherRank, RankError, sharded, whole  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 40, 20, 9)]
@@ -30,10 +33,11 @@ def dies(rank, part):
     setattr(rank, part, ends)
 
 
-def main(folder, result, fault, compiler):
+def main(folder, result, fault, compiler, interleave):
     torch.set_num_threads(1)
-    model, number = sharded(folder), int(os.environ["RANK"])
-    options = POOL if compiler == "none" else {**POOL, "compile": {"backend": compiler}}
+    interleave = int(interleave)
+    model, number = (whole if interleave else sharded)(folder), int(os.environ["RANK"])
+    options = {**POOL, "interleave": interleave, "compile": compiler != "none" and {"backend": compiler}}
     rank = OtherRank(model, **options) if number else FirstRank(model, **options)
     if fault == str(number):
         dies(rank, "_forward" if number else "_run_steps")  # while it computes, or before it says what runs
@@ -47,8 +51,10 @@ def main(folder, result, fault, compiler):
     before = messages.count, messages.nbytes
     rank.step()
     decode = messages.nbytes - before[1]
-    heads = model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0]
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    heads = (weight if interleave else weight.to_local()).shape[0]
     found = {"output": output, "messages": messages.count, "nbytes": messages.nbytes, "decode": decode, "rows": heads}
+    found |= {"block_size": rank.block_size, "preemptions": rank.preemptions}
     found["graphs"] = counters["stats"]["unique_graphs"]
     Path(result).write_text(json.dumps(found))
     rank.close()

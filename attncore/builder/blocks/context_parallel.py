@@ -20,6 +20,7 @@ from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
+from attncore.builder.rank_drafts import refuse_rank_drafts
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
 from attncore.show import counted
@@ -156,8 +157,8 @@ class ContextParallel:
 
         Slots, lengths, tables and page lists are the rank's; queries, positions and the order of rows are the batch's,
         so ``seq_lens`` counts the rank's keys and not context plus queries. ``backend`` wraps the arrays (None: as the
-        batch's). Refused for a batch that is padded for a graph, for a cross group, for what is one rank's already, and
-        for lengths that a sliding window has capped.
+        batch's). Refused for a batch that is padded for a graph, for a cross group, for what is one rank's already, for
+        lengths that a sliding window has capped, and with a ``backend`` for decodes of several tokens.
         """
         check_metadata("metadata", metadata)
         if backend is not None:
@@ -187,7 +188,7 @@ class ContextParallel:
             "max_prefill_seq_len": int(others.max(initial=0)),
             **dict.fromkeys(("num_encoder_tokens", "max_encoder_seq_len"), 0),
         }
-        return CommonAttentionMetadata(
+        mine = CommonAttentionMetadata(
             fields,
             metadata._wrap if backend is None else backend.from_host,
             **counts,
@@ -195,6 +196,9 @@ class ContextParallel:
             decodes_first=metadata.decodes_first,
             from_groups=metadata.from_groups,
         )
+        if backend is not None:
+            refuse_rank_drafts(mine, backend)
+        return mine
 
     def _local_table(self, table: Int32Array, local_lens: Int32Array) -> Int32Array:
         num_blocks = -(-local_lens.astype(np.int64) // self.block_size)

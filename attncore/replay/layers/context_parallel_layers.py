@@ -6,21 +6,15 @@ them where the rank keeps it (its slot is -1 where not). So any backend runs it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.fields import COUNTS
-from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.slices import HostArrays
-from attncore.kernels import host_functions
+from attncore.builder.blocks.rank_steps import token_rows
 from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    import numpy.typing as npt
     from torch import Tensor
 
     from attncore.abstract import AttentionBackend
@@ -59,39 +53,3 @@ class ShardedLayers(AttentionLayers):
             backend.plan(rows)  # right before it runs: a plan may be that of the last step planned
             parts.append(impl.forward_with_lse(query, key, value, cache, rows))
         return merge_attention(*zip(*parts, strict=True))[0]
-
-
-def token_rows(
-    metadata: StepMetadata, mine: ContextParallel, from_host: Callable[[npt.NDArray[Any]], Tensor]
-) -> CommonAttentionMetadata:
-    """``metadata`` of rank ``mine`` with a decode of one token for each of its tokens.
-
-    ``from_host`` is the backend's: it takes host arrays to the device.
-    """
-    host = metadata.host
-    count = len(host.positions)
-    slots = np.array(host.slot_mapping)
-    kept = (slots >= 0).astype(np.int32)
-    # A token that is written here is seen, even where the step is wrong and another rank should keep it.
-    visible = np.maximum(mine.seq_lens(host.positions + 1), kept)
-    rows = np.arange(count + 1, dtype=np.int32)
-    fields = HostArrays(
-        slot_mapping=slots,
-        positions=np.array(host.positions),
-        token_to_req_indices=rows[:-1],
-        seq_lens=visible,
-        context_lens=visible - kept,
-        query_lens=np.ones(count, np.int32),
-        query_start_loc=rows,
-        logits_indices=rows[:-1],
-        block_table=host.block_table[host.token_to_req_indices],
-        seq_start_loc=host_functions.build_query_start_loc(visible),
-    )
-    pages = host_functions.build_page_lists(fields.block_table, visible, mine.block_size)
-    fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
-    longest = int(visible.max(initial=0))
-    counts = dict.fromkeys(COUNTS, 0) | {
-        "num_reqs": count, "num_tokens": count, "num_decodes": count, "num_decode_tokens": count, "max_query_len": 1,
-        "max_decode_query_len": 1, "max_seq_len": longest, "max_decode_seq_len": longest, "use_cuda_graph": False,
-    }  # fmt: skip
-    return CommonAttentionMetadata(fields, from_host, **counts)

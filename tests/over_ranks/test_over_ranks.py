@@ -1,0 +1,179 @@
+"""attncore.ranks: layers over keys that ranks share out give what one rank with all keys gives."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from integrations.start_ranks import started  # noqa: E402
+
+from attncore import BackendConfig, InputBatch, MetadataBuilder, select  # noqa: E402
+from attncore.builder import ContextParallel  # noqa: E402
+from attncore.merge import merge_attention  # noqa: E402
+from attncore.ranks import over_ranks  # noqa: E402
+from attncore.ranks.exchange import Exchange  # noqa: E402
+from attncore.reference import ReferenceBackend  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+
+
+def make_backend():
+    return ReferenceBackend(BackendConfig(4, 2, 8, "float32", 4))
+
+
+@pytest.fixture
+def alone():
+    """torch.distributed with this process as its only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_attend_over_all_keys(count):
+    codes, said = started(HERE / "attending_rank.py", count=count)
+    assert codes == [0] * count, said
+
+
+def test_the_kernel_merges_what_torch_does():
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, HERE / "interpreted_merge.py"],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.parametrize("target", [("cuda", 90, 32), ("hip", "gfx942", 64)])
+def test_the_kernel_compiles_for(target):
+    compiler = pytest.importorskip("triton.compiler", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from attncore.ranks.merge_kernel import _merge
+
+    numbers = dict.fromkeys(("part", "lse_part", "token_stride", "head_stride"), "i64") | {"heads": "i32"}
+    tensors = {"outputs": "*bf16", "merged": "*bf16", "lses": "*fp32", "merged_lse": "*fp32"}
+    fixed = {"ranks": 2, "size": 80, "size_up": 128}
+    signature = {name: (numbers | tensors).get(name, "constexpr") for name in _merge.arg_names}
+    compiler.compile(compiler.ASTSource(_merge, signature, fixed), target=GPUTarget(*target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 4, 8), (1, 1, 1), (3, 1, 5), (0, 4, 8)])
+def test_a_part_is_sent_as_one_buffer(monkeypatch, dtype, shape):
+    mine, other = (Exchange(shape, dtype, "cpu") for _ in range(2))
+    parts = [(torch.randn(shape).to(dtype), torch.randn(shape[:2])) for _ in range(2)]
+    for one, (output, lse) in zip((mine, other), parts, strict=True):
+        one.output.copy_(output)
+        one.lse.copy_(lse)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    sent = []
+
+    def gather(received, buffer, group):
+        sent.append(buffer.numel())
+        received.view(2, -1).copy_(torch.stack((buffer, other._sent)))
+
+    monkeypatch.setattr("attncore.ranks.exchange._all_gather", gather)
+    output = torch.empty(shape, dtype=dtype)
+    found, lse = mine.merged(None, output)
+    expected = merge_attention(*zip(*parts, strict=True))
+    assert found is output
+    assert torch.equal(found, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert sent == [mine.nbytes]
+    assert 0 <= mine.nbytes - shape[0] * shape[1] * (shape[2] * dtype.itemsize + 4) < 32
+
+
+def test_documentation_says_what_a_layer_sends():
+    text = (HERE.parents[1] / "docs" / "scale.md").read_text()
+    for tokens in (1, 64):
+        assert f"{Exchange((tokens, 32, 128), torch.bfloat16, 'cpu').nbytes:,} bytes" in text
+
+
+def test_the_snippet_of_the_documentation_runs():
+    text = (HERE.parents[1] / "docs" / "scale.md").read_text()
+    snippet = text.split("```python\n")[2].split("```")[0]
+    names = {}
+    exec(compile(snippet, "docs/scale.md", "exec"), names)
+    assert names["output"].shape == (20, 4, 16)
+    assert not dist.is_initialized()
+
+
+def test_what_cannot_be_shared_out_is_refused(alone):
+    ranks, backend = ContextParallel(1, 0, 4), make_backend()
+    over = over_ranks(backend, ranks)
+    for features, said in (
+        ({"sliding_window": 3}, r"^sliding_window: not with context parallelism"),
+        ({"alibi_slopes": [0.5] * 4}, r"^alibi_slopes: not with context parallelism"),
+        ({"attn_type": "encoder_only"}, r"^attn_type: encoder_only found; ranks share out the keys of decoder layers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            over.impl("layer", scale=0.3, **features)
+    with pytest.raises(ValueError, match=r"^ranks: blocks of 8 tokens on each rank, but the backend's are of 4"):
+        over_ranks(backend, ContextParallel(1, 0, 8))
+    with pytest.raises(ValueError, match=r"^ranks: rank 1 of 2 given; this is rank 0 of 1 in its group"):
+        over_ranks(backend, ContextParallel(2, 1, 4))
+    with pytest.raises(TypeError, match=r"^ranks: 2 is not a ContextParallel"):
+        over_ranks(backend, 2)
+    with pytest.raises(TypeError, match=r"^backend: "):
+        over_ranks(select, ranks)
+
+
+def test_a_backend_without_log_sum_exp_is_refused(alone, monkeypatch):
+    backend = select(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", block_size=4).create()
+    spec = type("Spec", (), {"features": frozenset(), "unsupported": {"lse": "it keeps none"}})
+    monkeypatch.setattr(type(backend), "spec", spec)
+    with pytest.raises(ValueError, match=r"^backend: reference returns no log-sum-exp, .*: it keeps none"):
+        over_ranks(backend, ContextParallel(1, 0, 4))
+
+
+def test_ranks_need_torch_distributed():
+    with pytest.raises(RuntimeError, match=r"^group: torch\.distributed does not run"):
+        over_ranks(make_backend(), ContextParallel(1, 0, 4))
+
+
+def test_captured_steps_run_as_they_are(alone):
+    """Rows of one token are the builder's own arrays, at the addresses of the capture; rows of several are refused."""
+    ranks = ContextParallel(1, 0, 4)
+    backend = over_ranks(make_backend(), ranks)
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, context_parallel=ranks, decode_threshold=2)
+    captured = builder.capture(2)
+    assert backend.rows(captured) is captured
+    drafts = builder.capture(1, query_len=2)
+    with pytest.raises(ValueError, match=r"^metadata: captured rows of 2 tokens; under context parallelism capture"):
+        backend.rows(drafts)
+
+
+def test_a_profiling_run_asks_no_other_rank(alone, monkeypatch):
+    ranks = ContextParallel(1, 0, 4)
+    backend = over_ranks(make_backend(), ranks)
+    builder = MetadataBuilder(
+        InputBatch(max_num_reqs=2, max_model_len=32, block_size=4), backend, max_num_batched_tokens=16,
+        context_parallel=ranks,
+    )  # fmt: skip
+    metadata, tensors = builder.build_profile([3, 5]), [torch.randn(8, heads, 8) for heads in (4, 2, 2)]
+    monkeypatch.delattr("attncore.ranks.exchange._all_gather")
+    expected = make_backend().impl("layer", scale=0.3).forward(*tensors, None, metadata)
+    assert torch.equal(backend.impl("layer", scale=0.3).forward(*tensors, None, metadata), expected)
+
+
+def test_scales_and_blocks_are_those_of_the_backend(alone):
+    inner = make_backend()
+    backend = over_ranks(inner, ContextParallel(1, 0, 4))
+    cache = backend.allocate_kv_cache(3)
+    cache[:, 1] = 5
+    backend.copy_blocks([cache], [(1, 2)])
+    assert (cache[:, 2] == 5).all()
+    backend.swap_blocks(cache, cache, [(0, 1)])
+    assert not cache[:, 1].any()
+    backend.impl("layer", scale=0.3).set_scales(1.0, 1.0)
+    assert backend.plan_keys == inner.plan_keys != ()
+    backend.forget_layers()
+    assert inner.plan_keys == ()
