@@ -5,9 +5,16 @@ Those of a backend are in ``attncore.abstract.first_generation_names``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+
+class IndexMap(NamedTuple):
+    """Token ``dest[i]`` of the step takes row ``src[i]`` of the embeddings of a modality's items in it."""
+
+    src: list[int]
+    dest: list[int]
 
 
 class FirstGenerationMetadataNames:
@@ -21,6 +28,7 @@ class FirstGenerationMetadataNames:
         context_lens: Any
         encoder_seq_lens: Any
         max_decode_query_len: int
+        placeholder_maps: Any
         from_groups: bool
         use_cuda_graph: bool
 
@@ -53,6 +61,14 @@ class FirstGenerationMetadataNames:
     def decode_query_len(self) -> int:
         """``max_decode_query_len``."""
         return self.max_decode_query_len
+
+    @property
+    def multi_modal_placeholder_index_maps(self) -> dict[str, IndexMap]:
+        """Of ``placeholder_maps``, ``source_indices`` and ``token_indices`` as lists, ``src`` and ``dest``."""
+        return {
+            modality: IndexMap(one.source_indices.tolist(), one.token_indices.tolist())
+            for modality, one in self.placeholder_maps.items()
+        }
 
     @property
     def is_profile_run(self) -> bool:

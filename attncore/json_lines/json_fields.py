@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from attncore.arguments import INT32_MAX
-from attncore.input_files import duplicate
+from attncore.input_files import duplicate, integer_of_many_digits
 from attncore.quoted import MOST, quoted_json
 
 REQUIRED = object()
@@ -27,8 +27,10 @@ def read_record(line: str | bytes) -> tuple[str, Any]:
         # Without the end of the line, which would begin a line, and a column, of its own.
         column = min(error.pos, len(text.rstrip("\r\n"))) + 1
         raise ValueError(f"batch: not JSON ({error.msg.removesuffix(' at')} at column {column})") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(f"batch: {error}") from None
+    except _ConstantError:
+        raise
+    except ValueError:
+        raise ValueError(f"batch: {integer_of_many_digits()}") from None
 
 
 def refuse_duplicates(text: str) -> None:
@@ -90,5 +92,9 @@ def boolean(path: str, value: Any) -> bool:
     return value
 
 
+class _ConstantError(ValueError):
+    """NaN or an infinity."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"not JSON ({name} is no JSON number)")
+    raise _ConstantError(f"batch: not JSON ({name} is no JSON number)")

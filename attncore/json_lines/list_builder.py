@@ -6,6 +6,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attncore.builder.blocks.placeholder_map import Placeholder
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
 from attncore.json_lines.json_fields import (
@@ -32,8 +33,9 @@ _BATCH = {
 }  # fmt: skip
 _GROUP = {
     "is_prompt": REQUIRED, "sequences": REQUIRED, "prefix_cache_hit": False, "encoder_seq_len": None,
-    "cross_block_table": None,
+    "cross_block_table": None, "placeholders": None,
 }  # fmt: skip
+_PLACEHOLDER = {"offset": REQUIRED, "length": REQUIRED, "item": None, "embedding_start": 0}
 _SEQUENCE = {"seq_id": REQUIRED, "query_len": REQUIRED, "context_len": REQUIRED, "block_table": REQUIRED}
 
 _group_fields = itemgetter("is_prompt", "sequences")
@@ -108,7 +110,11 @@ def build_batch(
     """The metadata of a batch as JSON types: ints, bools and lists; ValueError for more than ``max_answer`` bytes."""
     metadata = metadata_of(batch, layout, kernels, max_answer)
     names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
-    return as_json(fields_of_metadata(metadata, names), max_answer)
+    fields = fields_of_metadata(metadata, names)
+    if any(group.placeholders is not None for group in batch.groups):
+        maps = metadata.multi_modal_placeholder_index_maps
+        fields["multi_modal_placeholder_index_maps"] = {name: one._asdict() for name, one in maps.items()}
+    return as_json(fields, max_answer)
 
 
 def metadata_of(
@@ -167,12 +173,13 @@ def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
                     raise KeyError
                 sequences.append(_new(Sequence, _sequence_fields(sequence)))
             if len(record) == 2:
-                groups.append(_new(SequenceGroup, (is_prompt, sequences, False, None, None)))
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, False, None, None, None)))
             elif len(record) == 3 and "prefix_cache_hit" in record:
-                groups.append(_new(SequenceGroup, (is_prompt, sequences, record["prefix_cache_hit"], None, None)))
+                hit = record["prefix_cache_hit"]
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, hit, None, None, None)))
             elif record.keys() <= _GROUP.keys():
-                groups.append(_encoder_group(is_prompt, sequences, record))
-                encoder_decoder |= groups[-1][3:] != (None, None)
+                groups.append(_whole_group(f"groups[{len(groups)}]", is_prompt, sequences, record))
+                encoder_decoder |= groups[-1][3:5] != (None, None)
             else:
                 raise KeyError
         if groups and isinstance(records, list):
@@ -180,12 +187,40 @@ def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
     except (KeyError, TypeError):
         pass
     groups = [_group(f"groups[{i}]", group) for i, group in enumerate(list_of("groups", records))]
-    return groups, any(group[3:] != (None, None) for group in groups)
+    return groups, any(group[3:5] != (None, None) for group in groups)
 
 
-def _encoder_group(is_prompt: Any, sequences: list[Sequence], record: dict[str, Any]) -> SequenceGroup:
+def _whole_group(path: str, is_prompt: Any, sequences: list[Sequence], record: dict[str, Any]) -> SequenceGroup:
     length, table = record.get("encoder_seq_len"), record.get("cross_block_table")
-    return SequenceGroup(is_prompt, sequences, record.get("prefix_cache_hit", False), length, table)
+    placeholders = _placeholders(f"{path}.placeholders", record.get("placeholders"))
+    return SequenceGroup(is_prompt, sequences, record.get("prefix_cache_hit", False), length, table, placeholders)
+
+
+def _placeholders(path: str, record: Any) -> dict[str, list[Placeholder]] | None:
+    """The placeholders of a group by modality; ``item`` is by default the place in the modality's list."""
+    if record is None:
+        return None
+    if not isinstance(record, dict):
+        raise TypeError(f"{path}: {quoted_json(record)} is not an object with a list for each modality")
+    found: dict[str, list[Placeholder]] = {}
+    for modality, ranges in record.items():
+        where = f"{path}.{modality}" if modality.isidentifier() else f"{path}[{quoted_json(modality)}]"
+        if not isinstance(ranges, list):
+            raise TypeError(f"{where}: {quoted_json(ranges)} is not a list")
+        found[modality] = []
+        for index, one in enumerate(ranges):
+            at = f"{where}[{index}]"
+            fields = fields_of(f"{at}.", at, one, _PLACEHOLDER)
+            item = index if fields["item"] is None else integer(f"{at}.item", fields["item"], 0)
+            found[modality].append(
+                Placeholder(
+                    item,
+                    integer(f"{at}.offset", fields["offset"], 0),
+                    integer(f"{at}.length", fields["length"], 1),
+                    integer(f"{at}.embedding_start", fields["embedding_start"], 0),
+                )
+            )
+    return found
 
 
 def _check_values(groups: list[SequenceGroup]) -> None:
@@ -203,7 +238,10 @@ def _check_values(groups: list[SequenceGroup]) -> None:
 
 
 def _count_keys(record: dict[str, Any]) -> int:
-    """Number of keys in a checked batch. None of its values is a string, so each key is one pair of quotation marks."""
+    """Number of keys in a checked batch. None of its values is a string, so each key is one pair of quotation marks.
+
+    Those of placeholders are not counted: a batch that has some is always looked through for duplicates.
+    """
     groups = record["groups"]
     return len(record) + sum([len(group) + sum(map(len, group["sequences"])) for group in groups])
 
@@ -215,7 +253,7 @@ def _group(path: str, record: Any) -> SequenceGroup:
     for j, sequence in enumerate(records):
         where = f"{path}.sequences[{j}]"
         sequences.append(_new(Sequence, _sequence_fields(fields_of(f"{where}.", where, sequence, _SEQUENCE))))
-    return _encoder_group(fields["is_prompt"], sequences, fields)
+    return _whole_group(path, fields["is_prompt"], sequences, fields)
 
 
 def _checked_sequence(path: str, sequence: Sequence) -> None:

@@ -57,6 +57,38 @@ class PlaceholderMap(NamedTuple):
     """int64[m]: the row in that item's embeddings."""
     runs: tuple[PlaceholderRun, ...]
     """The same as runs of consecutive tokens, each of which is one slice to copy."""
+    source_indices: Int64Array
+    """int64[m]: the row in the embeddings of all items of the map, one whole item after another, in the order of the
+    tokens that take them first."""
+
+    def of_tokens(self, start: int, stop: int, first_row: int) -> PlaceholderMap:
+        """The part of the tokens ``start:stop``, counted from ``start``, and their requests from ``first_row``.
+
+        ``source_indices`` are those of the whole map. TypeError or ValueError that names the argument where one is no
+        integer or negative.
+        """
+        start = arguments.integer("start", start, 0)
+        stop = arguments.integer("stop", stop, 0)
+        first_row = arguments.integer("first_row", first_row, 0)
+        kept = (self.token_indices >= start) & (self.token_indices < stop)
+        runs = (
+            run._replace(
+                req_index=run.req_index - first_row,
+                token_start=max(run.token_start, start) - start,
+                token_stop=min(run.token_stop, stop) - start,
+                embedding_start=run.embedding_start + max(0, start - run.token_start),
+            )
+            for run in self.runs
+            if run.token_start < stop and start < run.token_stop
+        )
+        return PlaceholderMap(
+            self.token_indices[kept] - start,
+            self.req_indices[kept] - np.int32(first_row),
+            self.item_indices[kept],
+            self.embedding_indices[kept],
+            tuple(runs),
+            self.source_indices[kept],
+        )
 
 
 def placeholder_map(
@@ -75,41 +107,64 @@ def placeholder_map(
         raise ValueError(
             f"placeholders: those of {counted(len(placeholders), 'request')} for {len(queries)}; give each a list"
         )
+    checked = [checked_ranges(f"placeholders[{row}]", ranges) for row, ranges in enumerate(placeholders)]
+    return map_of_ranges(checked, range(len(checked)), contexts, queries)
+
+
+def map_of_ranges(
+    ranges: Sequence[Sequence[Placeholder]], owners: Sequence[int], contexts: Int32Array, queries: Int32Array
+) -> PlaceholderMap:
+    """``placeholder_map`` of ranges as ``checked_ranges`` gives them and of checked lengths.
+
+    Rows of one owner share their items: ``owners`` has a number for each row.
+    """
     runs: list[PlaceholderRun] = []
+    rows_of_items: dict[tuple[int, int], int] = {}
     first_token = 0
-    for row, (ranges, context, query) in enumerate(zip(placeholders, contexts.tolist(), queries.tolist(), strict=True)):
-        for item, offset, length, embedding_start in _sort_ranges(row, ranges):
+    lengths = zip(ranges, owners, contexts.tolist(), queries.tolist(), strict=True)
+    for row, (of_row, owner, context, query) in enumerate(lengths):
+        for item, offset, length, embedding_start in of_row:
             start, stop = max(offset, context), min(offset + length, context + query)
             if start < stop:
                 token = first_token + start - context
                 runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
+                rows_of_items.setdefault((owner, item), _rows_of(item, of_row))
         first_token += query
     total = sum(run.token_stop - run.token_start for run in runs)
     array_arguments.at_most("placeholders", total, array_arguments.MOST_TOKENS, "tokens of them in the step")
-    return _to_arrays(runs)
+    starts = dict(zip(rows_of_items, np.cumsum([0, *rows_of_items.values()]).tolist(), strict=False))
+    return _to_arrays(runs, [starts[owners[run.req_index], run.item] for run in runs])
 
 
-def _to_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
+def _rows_of(item: int, ranges: Sequence[Placeholder]) -> int:
+    """How many rows of embeddings an item has, as far as its tokens take them."""
+    return max(one.embedding_start + one.length for one in ranges if one.item == item)
+
+
+def _to_arrays(runs: list[PlaceholderRun], items: list[int]) -> PlaceholderMap:
+    """The map of ``runs``; the embeddings of the item of each begin at row ``items`` of all."""
     columns = np.array(runs, np.int64).reshape(-1, 5).T
-    rows, items, starts, stops, embedding_starts = columns
+    rows, numbers, starts, stops, embedding_starts = columns
     lengths = stops - starts
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    embeddings = np.repeat(embedding_starts, lengths) + within
     return PlaceholderMap(
         np.repeat(starts, lengths) + within,
         np.repeat(rows, lengths).astype(np.int32),
-        np.repeat(items, lengths).astype(np.int32),
-        np.repeat(embedding_starts, lengths) + within,
+        np.repeat(numbers, lengths).astype(np.int32),
+        embeddings,
         tuple(runs),
+        embeddings + np.repeat(np.array(items, np.int64), lengths),
     )
 
 
-def _sort_ranges(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
-    """A request's placeholders, checked and sorted by offset."""
+def checked_ranges(where: str, ranges: Sequence[Placeholder]) -> list[Placeholder]:
+    """A request's placeholders, checked and sorted by offset. Errors begin with ``where``."""
     if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
-        raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
+        raise TypeError(f"{where}: {ranges!r} is not a list of Placeholder")
     checked: list[Placeholder] = []
     for index, placeholder in enumerate(ranges):
-        path = f"placeholders[{row}][{index}]"
+        path = f"{where}[{index}]"
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:
             raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
         checked.append(
@@ -124,7 +179,7 @@ def _sort_ranges(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
     for before, after in pairwise(in_order):
         if after.offset < before.offset + before.length:
             raise ValueError(
-                f"placeholders[{row}]: items {before.item} and {after.item} both take token {after.offset}; "
+                f"{where}: items {before.item} and {after.item} both take token {after.offset}; "
                 "ranges of a request may not overlap"
             )
     return in_order

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncore import arguments
-from attncore.array_arguments import check_readable
+from attncore.array_arguments import check_readable, check_tensor
 from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
 from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.builder.lists.turned_step import turned_step
@@ -165,6 +165,7 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
         if value is None:
             raise TypeError(f"{name}: missing; give input_tokens and sampled_token_ids both, or neither")
         check_readable(name, value)
+        check_tensor(name, value)
         kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
         if not hasattr(value, "shape") or not kind.removeprefix("u").startswith("int"):
             raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")
@@ -176,6 +177,8 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
         raise ValueError(f"input_tokens: {list(input_tokens.shape)}; it must have one dimension")
     if isinstance(input_tokens, np.ndarray) and not input_tokens.flags.writeable:
         raise ValueError("input_tokens: a read-only array; the sampled tokens are written to it")
+    if len(input_tokens) > 1 and _items_share_memory(input_tokens):
+        raise ValueError("input_tokens: its elements share memory, as an expanded one's do; give one that has its own")
     tokens = sampled.reshape(-1)[:n]
     _check_range(tokens, input_tokens.dtype)
     if isinstance(tokens, np.ndarray) and not isinstance(input_tokens, np.ndarray):
@@ -183,6 +186,13 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
 
         return torch.from_numpy(tokens)
     return tokens
+
+
+def _items_share_memory(tokens: Any) -> bool:
+    """Whether neighbours of an array or tensor of one dimension have a byte in common."""
+    if isinstance(tokens, np.ndarray):
+        return abs(tokens.strides[0]) < tokens.itemsize
+    return bool(tokens.stride(0) == 0)
 
 
 def _check_range(tokens: Any, dtype: Any) -> None:

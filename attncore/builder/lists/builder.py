@@ -12,6 +12,7 @@ from attncore.arguments import INT32_MAX, UNREADABLE
 from attncore.builder.lists import error_texts
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.encoders import encoder_fields
+from attncore.builder.lists.placeholders import placeholder_maps
 from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.lists.settings import ListSettings
 from attncore.builder.metadata import CommonAttentionMetadata, Source
@@ -191,6 +192,8 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
             vars(own_arrays(host)).update(fields)
             vars(metadata).update(counts)
+        if reader.placeholder_group >= 0:
+            vars(metadata)["_placeholder_maps"] = placeholder_maps(groups, host.context_lens, host.query_lens)
         if planned and self.plan is not None:
             self.plan(metadata)
         return metadata

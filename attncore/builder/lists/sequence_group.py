@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from attncore.builder.blocks.placeholder_map import Placeholder
+
 
 class Sequence(NamedTuple):
     """One sequence of a step. It is checked when metadata is built from it, not at construction."""
@@ -33,3 +35,6 @@ class SequenceGroup(NamedTuple):
     """Encoder tokens of each sequence, for a builder with ``encoder_decoder``; 0: no encoder input."""
     cross_block_table: collections.abc.Sequence[int] | npt.NDArray[Any] | None = None
     """The blocks of the encoder's keys and values, shared by the sequences; None in a profiling run."""
+    placeholders: collections.abc.Mapping[str, collections.abc.Sequence[Placeholder]] | None = None
+    """Modality (``image``, ``audio``, ...) -> which tokens of the whole prompt take embeddings of its items, shared by
+    the sequences. ``metadata.placeholder_maps`` has those of the step."""

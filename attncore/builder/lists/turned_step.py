@@ -42,7 +42,7 @@ def _longer_groups(groups: Any, lengths: list[int]) -> list[SequenceGroup]:
                 raise error_texts.changed_groups()
             sequences.append(Sequence(sequence[0], 1, lengths[row], sequence[3]))
             row += 1
-        made.append(SequenceGroup(False, sequences, False, *group[3:5]))
+        made.append(SequenceGroup(False, sequences, False, *group[3:5]))  # no token that is sampled is a placeholder
     if row != len(lengths):
         raise error_texts.changed_groups()
     return made

@@ -18,6 +18,7 @@ cdef class GroupReader(Entrance):
     cdef readonly slot_t num_ids
     cdef readonly length_t num_seqs
     cdef readonly Py_ssize_t encoder_group  # the first group with an encoder_seq_len, or -1
+    cdef readonly Py_ssize_t placeholder_group  # the first group with placeholders, or -1
     cdef length_t block_size
     cdef length_t window
 
@@ -63,6 +64,7 @@ cdef class GroupReader(Entrance):
         self.num_seqs = 0
         self.num_ids = 0
         self.encoder_group = -1
+        self.placeholder_group = -1
         for group in groups:
             index += 1
             # Groups and sequences are named tuples: their items are read from the tuple, not through an attribute.
@@ -71,6 +73,9 @@ cdef class GroupReader(Entrance):
             if (self.encoder_group < 0 and PyTuple_GET_SIZE(group) > 3
                     and <object> PyTuple_GET_ITEM(group, 3) is not None):
                 self.encoder_group = index
+            if (self.placeholder_group < 0 and PyTuple_GET_SIZE(group) > 5
+                    and <object> PyTuple_GET_ITEM(group, 5) is not None):
+                self.placeholder_group = index
             first = self.num_seqs
             is_prompt = <object> PyTuple_GET_ITEM(group, 0)
             sequences = <object> PyTuple_GET_ITEM(group, 1)

@@ -54,6 +54,7 @@ ARRAYS = "array_type", "int32", "int64"
 READER = Struct(
     "groups", "group_type", "sequence_type", "entries", "entries_capacity", "ids", "ids_capacity",  # first: _read_into
     *OBJECTS, *ARRAYS, *Layout._fields, "num_seqs", "num_ids", "encoder_group",
+    "placeholder_group",
 )  # fmt: skip
 """A GroupReader's buffers, and the addresses of the objects that it tells others by."""
 READER_VIEW = READER.type
@@ -155,6 +156,8 @@ def read_group(view, group, index):
     is_prompt, sequences, hit = item_of(view, group, 0), item_of(view, group, 1), item_of(view, group, 2)
     if view.encoder_group < 0 and size_of(group) > 3 and item_of(view, group, 3) != view.none:
         view.encoder_group = index
+    if view.placeholder_group < 0 and size_of(group) > 5 and item_of(view, group, 5) != view.none:
+        view.placeholder_group = index
     if (is_prompt != view.true and is_prompt != view.false) or (hit != view.true and hit != view.false):
         return OTHER
     if longs_at(sequences + TYPE)[0] != view.list_type or not 0 < size_of(sequences) <= MOST_IN_A_GROUP:
@@ -173,7 +176,7 @@ def read_group(view, group, index):
 def read_groups(reader):
     """Reads the groups into the reader's buffers. No other code runs meanwhile: what is read does not change."""
     view = struct_at(reader, READER_VIEW)
-    view.num_seqs, view.num_ids, view.encoder_group = 0, 0, -1
+    view.num_seqs, view.num_ids, view.encoder_group, view.placeholder_group = 0, 0, -1, -1
     for index in range(size_of(view.groups)):
         done = read_group(view, item_of(view, view.groups, index), index)
         if done != READ:
@@ -185,6 +188,7 @@ class GroupReader(Words, Entrance):
     num_seqs = number(READER, "num_seqs")
     num_ids = number(READER, "num_ids")
     encoder_group = number(READER, "encoder_group")
+    placeholder_group = number(READER, "placeholder_group")
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +236,7 @@ class GroupReader(Words, Entrance):
 
     def _read_objects(self, groups: list[Any] | tuple[Any, ...]) -> bool:
         """Reads groups of any objects, one after the other."""
-        self.rows, self.tables, self.num_ids, self.encoder_group = [], [], 0, -1
+        self.rows, self.tables, self.num_ids, self.encoder_group, self.placeholder_group = [], [], 0, -1, -1
         after_decode = False
         for index, group in enumerate(groups):
             if not isinstance(group, tuple) or len(items := own_items(group)) < 3:
@@ -240,6 +244,8 @@ class GroupReader(Words, Entrance):
             is_prompt, sequences, hit = items[:3]
             if self.encoder_group < 0 and len(items) > 3 and items[3] is not None:
                 self.encoder_group = index
+            if self.placeholder_group < 0 and len(items) > 5 and items[5] is not None:
+                self.placeholder_group = index
             if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
             if type(sequences) is not list:  # a list itself is read, as in C: an object in it may empty it

@@ -120,6 +120,8 @@ def test_windowed_lengths_beyond_the_table(kernels):
 READ_ONLY = np.zeros(3, int)
 READ_ONLY.flags.writeable = False
 
+THREE, TWO = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+
 BAD = [
     ((np.zeros(3, int), None), {}, TypeError, "sampled_token_ids: missing"),
     ((None, np.zeros(2, int)), {}, TypeError, "input_tokens: missing"),
@@ -140,6 +142,16 @@ BAD = [
     ((np.zeros(3, np.uint8), np.array([1, -1])), {}, ValueError, "sampled_token_ids: -1 does not fit input_tokens"),
     ((torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2**40])), {}, ValueError, "sampled_token_ids: 1099511627776"),
     ((torch.zeros(3, dtype=torch.int8), np.array([1, 300])), {}, ValueError, "sampled_token_ids: 300 does not fit"),
+    ((THREE.to_sparse(), TWO), {}, ValueError, "input_tokens: of layout torch.sparse_coo"),
+    ((THREE, TWO.to_sparse()), {}, ValueError, "sampled_token_ids: of layout torch.sparse_coo"),
+    ((THREE, TWO.to("meta")), {}, ValueError, "sampled_token_ids: on meta, which holds no numbers"),
+    ((THREE[:1].expand(3), TWO), {}, ValueError, "input_tokens: its elements share memory"),
+    (
+        (np.lib.stride_tricks.as_strided(np.zeros(1, int), (3,), (0,)), TWO),
+        {},
+        ValueError,
+        "input_tokens: its elements",
+    ),
     ((), {"num_queries": 3}, ValueError, "num_queries: 3, but the step has 2 rows"),
     ((), {"num_queries": True}, TypeError, "num_queries: True is not an integer"),
 ]
@@ -149,6 +161,13 @@ BAD = [
 def test_bad_arguments_name_themselves(arguments, keywords, error, text):
     metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
     refused(metadata, error, text, *arguments, **keywords)
+
+
+def test_tokens_from_back_to_front_are_no_shared_ones():
+    metadata = CommonMetadataBuilder(4).build(decodes([(0, [1]), (1, [2])]))
+    tokens = np.zeros(4, np.int64)
+    metadata.advance_step(tokens[::-2], np.array([1, 2]))
+    assert tokens.tolist() == [0, 2, 0, 1]
 
 
 class FailsAtTheSecond(np.ndarray):
