@@ -142,6 +142,16 @@ def not_strided(tensor: Any) -> str | None:
     return None
 
 
+def check_tensor(name: str, values: Any) -> None:
+    """ValueError where ``values`` is a tensor that is none of strides over memory that it has; others are passed."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(values, torch.Tensor):
+        return
+    why = "on meta, which holds no numbers" if values.device.type == "meta" else not_strided(values)
+    if why is not None:
+        raise ValueError(f"{name}: {why}")
+
+
 def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     array = as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -36,6 +36,7 @@ from attncore.builder.blocks.splitting import (
     split_decodes_and_prefills,
     split_three_ways,
 )
+from attncore.builder.blocks.state_chunks import StateChunks, state_chunks
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.attention_arguments import (
     get_seq_len_block_table_args,
@@ -50,6 +51,7 @@ from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.state_group import StateGroup
 from attncore.builder.received_metadata import metadata_from_fields
 
 __all__ = [
@@ -72,6 +74,8 @@ __all__ = [
     "Sequence",
     "SequenceGroup",
     "SharedPrefix",
+    "StateChunks",
+    "StateGroup",
     "ThreeWaySplit",
     "VirtualBatch",
     "advance_step",
@@ -99,5 +103,6 @@ __all__ = [
     "slice_metadata",
     "split_decodes_and_prefills",
     "split_three_ways",
+    "state_chunks",
     "token_counts",
 ]

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -108,6 +109,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
     group: str = ""
     """The KV-cache group whose slots and table these are (persistent builder)."""
+    _placeholder_maps: Mapping[str, Any] = MappingProxyType({})
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
@@ -187,6 +189,14 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
             raise AttributeError("block_table_bound: a field of the list builder")
         indptr = self.host.paged_kv_indptr
         return self._cached("_bound", lambda: self._wrap(np.diff(indptr) if self.advanced else 0 * indptr[1:]))
+
+    @property
+    def placeholder_maps(self) -> Mapping[str, Any]:
+        """Modality -> PlaceholderMap: the tokens of this step that take embeddings of images, audio or video (list
+        builder, of groups with ``placeholders``). Empty after ``advance_step``: a sampled token takes none. It is not
+        among the fields that ``asdict_zerocopy`` gives.
+        """
+        return MappingProxyType({}) if self.advanced else self._placeholder_maps
 
     def advance_step(
         self,
@@ -283,6 +293,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
             "decodes_first": self.decodes_first,
             "from_groups": self.from_groups,
         }  # fmt: skip
+        if maps := self.placeholder_maps:
+            parts = {name: one.of_tokens(start, stop, first) for name, one in maps.items()}
+            values_of_view["_placeholder_maps"] = {name: one for name, one in parts.items() if len(one.token_indices)}
         return (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
 
 

@@ -12,6 +12,7 @@ from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.needed_fields import check_needed_fields
+from attncore.builder.rank_drafts import refuse_rank_drafts
 from attncore.builder.read_only import read_only
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
@@ -26,7 +27,8 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     the field where it is unknown or no such count, where an array's length is not that of the counts, where starts
     (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, and where indices
     (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step; ValueError for a missing
-    count, and for a missing field that the backend's spec declares (``backend.check_metadata``).
+    count, and for a missing field that the backend's spec declares (``backend.check_metadata``),
+    and for drafts on a rank.
 
     That block ids, slots and lengths are those of a cache and of its table is the caller's to know: no cache is known
     here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
@@ -59,6 +61,7 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     metadata = kind(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
         check_needed_fields(metadata, backend)
+        refuse_rank_drafts(metadata, backend)
     return metadata
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from attncore.builder.fields import ARRAYS, BROADCAST
 from attncore.did_you_mean import did_you_mean
 
-OF_THE_BUILDER = frozenset((*ARRAYS, *BROADCAST, "host", "groups", "group", "advanced"))
+OF_THE_BUILDER = frozenset((*ARRAYS, *BROADCAST, "host", "groups", "group", "states", "advanced"))
 
 
 class Reused:

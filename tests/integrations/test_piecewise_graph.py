@@ -18,7 +18,9 @@ from attncore import NoBackendError  # noqa: E402
 from attncore.errors import CaptureError  # noqa: E402
 from attncore.graphs import StandInGraph, capturing  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
+    attncore_context,
     capture_between_attention,
+    compile_layers,
     piecewise_graph,
     select_for_model,
 )
@@ -89,6 +91,17 @@ def test_a_run_that_returns_no_tensor_or_attends_nowhere_is_refused(model):
         captured(engine, run=lambda: model(input_ids=ids, use_cache=False))
     with pytest.raises(ValueError, match="run: no layer of kv_caches attended"):
         captured(engine, run=lambda: ids + 1)
+
+
+@pytest.mark.parametrize("caches", [None, {}], ids=["none", "a mapping"])
+def test_caches_of_another_kind_are_refused(model, caches):
+    for call in (
+        lambda: attncore_context(None, caches),
+        lambda: capture_between_attention(lambda: None, caches),
+        lambda: compile_layers(model, caches),
+    ):
+        with pytest.raises(TypeError, match=rf"^kv_caches: a {type(caches).__name__} found; give what paged_caches"):
+            call()
 
 
 def test_nothing_is_replayed_after_a_reset(model):

@@ -107,10 +107,8 @@ def test_an_encoder_attends_within_each_row(kind, first):
 
 def test_what_no_backend_has_fails_at_selection_with_the_layer():
     layers = attention_layers(decoder("gpt_oss"))
-    with pytest.raises(
-        NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*fp8_e4m3 not supported by attncore"
-    ):
-        select_for_model(decoder("gpt_oss"), layers=layers, backend="reference", kv_cache_dtype="fp8")
+    with pytest.raises(NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*tree_mask"):
+        select_for_model(decoder("gpt_oss"), layers=layers, backend="reference", features={"tree_mask"})
     other = dataclasses.replace(layers[1], name="b", head_size=8)
     with pytest.raises(ValueError, match=r"head_size: 8 in layer b, 16 in model\.layers\.0"):
         select_for_model(decoder("gpt_oss"), layers=(layers[0], other))
@@ -255,6 +253,29 @@ def test_a_window_that_is_only_in_a_models_masks_is_refused(kind, config, more):
     model = _other(kind, config, **more, sliding_window=5)
     model.config.max_position_embeddings = 5  # as the error advises
     assert [layer.sliding_window for layer in attention_layers(model)] == [None, None]
+
+
+def test_an_encoder_whose_masks_are_causal_is_refused():
+    """Gemma2 has the field for its layers alone: eager attention goes by the mask."""
+    model = decoder("gemma2", use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match=r"^layer model\.layers\.0\..* not causal, .* makes causal masks alone"):
+        attention_layers(model)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = True
+    assert {one.attn_type for one in attention_layers(model)} == {AttentionType.DECODER}
+
+
+def test_an_encoder_whose_mask_has_another_window_is_refused():
+    """Eager attention goes by the mask, which has 5 tokens on either side, and flash attention by the layer's 5."""
+    model = decoder("mistral", sliding_window=5, is_causal=False)
+    says = (
+        r"^layer model\.layers\.0\.self_attn: .* passes the sliding window 5 .* the mask .* has 6, .* longer than 5 set"
+    )
+    with pytest.raises(ValueError, match=says):
+        attention_layers(model)
+    model.config.max_position_embeddings = 5
+    assert {(one.sliding_window, one.attn_type) for one in attention_layers(model)} == {(5, AttentionType.ENCODER_ONLY)}
 
 
 @pytest.mark.parametrize(

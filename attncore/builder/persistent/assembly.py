@@ -62,7 +62,7 @@ class Assembly:
             has_cross,
             settings.depth,
             extra=engine_fields.fields,
-            sent=sent_fields(backends, has_cross, overlap is not None) if side else None,
+            sent=sent_fields(backends, has_cross, overlap is not None, bool(core.states)) if side else None,
             journal_entries=side.journal_entries if side else 0,
             allocate=side.pinned if side else None,
         )
@@ -159,7 +159,7 @@ class Assembly:
         self._poison_arena()
         self._begin(shape)
         metadata: StepMetadata = self.kernel.empty_step(shape, self.core.max_model_len if capturing else 0)
-        self.plan_and_send(shape, metadata, waits=not capturing)
+        self.plan_and_send(shape, metadata, waits=not capturing, dummy=True)
         return metadata
 
     def _begin(self, shape: Any) -> None:
@@ -186,8 +186,11 @@ class Assembly:
             self.ring.memory[arena][:] = POISON
             self.kernel.forget_arena(arena)
 
-    def plan_and_send(self, shape: Any, metadata: StepMetadata, *, waits: bool = True) -> None:
-        """Plans the step and sends it to the device. ``waits``: a padded step waits for the replay of its graph."""
+    def plan_and_send(self, shape: Any, metadata: StepMetadata, *, waits: bool = True, dummy: bool = False) -> None:
+        """Plans the step and sends it to the device. ``waits``: a padded step waits for the replay of its graph.
+
+        ``dummy``: it is no step of the engine's, but an empty one that the engine asked for as such.
+        """
         core, side = self.core, self.side
         if self._fill is not None:
             self._fill(metadata)
@@ -203,8 +206,8 @@ class Assembly:
         elif shape.pads:
             shape.commit(metadata.step)
         if self.overlap is not None:
-            core.undo.append((self.overlap.forget, self.overlap.last))
-            self.overlap.remember(metadata)
+            core.undo.append((self.overlap.restore, *self.overlap.steps))
+            self.overlap.remember(metadata, dummy=dummy)
 
     def keep_size(self, num_reqs: int, shape: Any) -> None:
         """Makes ``shape`` that of a captured size."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import arguments
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup, checked_groups
+from attncore.builder.persistent.state_group import StateGroup
 from attncore.quoted import plain_text
 
 if TYPE_CHECKING:
@@ -14,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def groups_of(
-    groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
-) -> tuple[KVCacheGroup, ...]:
-    """The batch's groups, from ``groups`` or from ``block_size``; ValueError where both or neither are given."""
+    groups: Iterable[KVCacheGroup | StateGroup] | None, block_size: int | None, num_blocks: int | None
+) -> tuple[tuple[KVCacheGroup, ...], tuple[StateGroup, ...]]:
+    """The KV-cache groups and the groups of states, from ``groups`` or from ``block_size``.
+
+    ValueError where both or neither are given.
+    """
     if groups is not None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             if value is not None:
@@ -26,7 +30,7 @@ def groups_of(
         raise ValueError("block_size: missing; give it, or groups that state their own")
     block_size = arguments.integer("block_size", block_size, 1)
     num_blocks = arguments.optional_integer("num_blocks", num_blocks, 1)
-    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)
+    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),), ()
 
 
 def check_new_request(

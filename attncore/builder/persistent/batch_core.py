@@ -61,6 +61,7 @@ class BatchCore:
         self.enter: Callable[[], Any] = self.state.enter
         self.undo: list[tuple[Any, ...]] = self.state.undo
         self.order = RequestRows()
+        self.states: dict[str, Any] = {}  # StateSlots, by group of states, in the order given
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
         self.overlap: Any = None
@@ -88,7 +89,8 @@ class BatchCore:
     def nbytes(self) -> int:
         """Host memory of tables and lengths, bytes."""
         own = self.lengths.nbytes + self.added_at.nbytes + self._scratch.nbytes
-        return int(sum(table.nbytes for table in self.tables.values()) + own)
+        held = sum(table.nbytes for table in self.tables.values()) + sum(slots.nbytes for slots in self.states.values())
+        return int(held + own)
 
     def settle(self) -> None:
         """Undoes what an interrupted call has left, for callers that read without entering."""
@@ -141,11 +143,21 @@ class BatchCore:
         """Takes back the filling of a row for a request that was not added to it."""
         for table in self.tables.values():
             table.clear(row)
+        for slots in self.states.values():
+            slots.hold(row, [])
         self.state.start(row, 0, 0, False)
+
+    def holders(self) -> dict[str, Any]:
+        """What knows the blocks, or the slot, that each row holds, by group name."""
+        return {**self.tables, **self.states}
+
+    def held(self, row: int) -> dict[str, list[int]]:
+        """The manager blocks that the row holds, and its slots of states, by group name."""
+        return {name: holder.held(row) for name, holder in self.holders().items()}
 
     def clear(self, row: int, *, keeps_encoder: bool = False) -> dict[str, list[int]]:
         """Clears the row's blocks and progress; returns the blocks by group name. A roll-back refills the row."""
-        held = {name: table.held(row) for name, table in self.tables.items()}
+        held = self.held(row)
         progress = self.state.progress(row)
         self.undo.append((self._refill, row, self.order.req_ids[row], row in self.order.paused, progress, held))
         if self.overlap is not None:
@@ -155,6 +167,8 @@ class BatchCore:
             self.ahead.leave(self.order.req_ids[row])
         for table in self.tables.values():
             table.clear(row)
+        for slots in self.states.values():
+            slots.hold(row, [])
         self.state.start(row, 0, progress[1] if keeps_encoder else 0, False)
         self.state.dirty = True
         return held
@@ -174,6 +188,8 @@ class BatchCore:
         """Takes back what ``clear`` and ``remove`` have done."""
         for name, table in self.tables.items():
             table.refill(row, held[name])
+        for name, slots in self.states.items():
+            slots.hold(row, held[name])
         self.state.start(row, *progress)
         self._put(row, req_id, paused)
 
@@ -247,7 +263,20 @@ class BatchCore:
         self._num_changes += 1
         self.state.changes = self._num_changes
 
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens of a request that steps ahead count as computed and ``stop`` may take back."""
+        return 0 if self.ahead is None else max(self.ahead.left, 0)
+
+    def came_later(self, places: Any, metadata: Any) -> Any:
+        """bool: of each of ``places``, whether its request was added since the step was built, perhaps by the name of
+        one that ran in it.
+        """
+        return self.added_at[places] > metadata._arena.changes
+
     def _set_changes(self, number: int) -> None:
+        """Brings a number before back; requests that came since count from there, as if it had stood."""
+        np.minimum(self.added_at, number, out=self.added_at)
         self.state.changes = number
 
     def _count_rows(self) -> None:

@@ -23,7 +23,7 @@ from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_ov
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
 from attncore.builder.persistent.run_ahead import RunsAhead, sent_ahead
-from attncore.builder.persistent.settings import check_captured_size, check_settings
+from attncore.builder.persistent.settings import check_captured_size, check_settings, check_states
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.persistent.taking_back import refuse_unfinished
 from attncore.builder.show import builder_text
@@ -51,7 +51,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
     decoding), a prefill where it runs more. ``max_num_batched_tokens`` bounds the tokens of a step, and
     ``max_num_encoder_tokens`` its encoder tokens (default: the larger of ``max_encoder_len`` and
     ``max_num_batched_tokens``). With ``context_parallel``, slots, lengths and pages are those of this rank's cache, and
-    the batch's block size is the virtual one.
+    the batch's block size is the virtual one; not with a backend and ``decode_threshold`` above 1.
 
     ``transport`` is how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it.
     ``copy``: one packed copy and an event; on a CPU too, where otherwise nothing is copied. ``auto``: ``graph`` where
@@ -91,12 +91,15 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )  # fmt: skip
         self.batch, self._core = batch, batch._core
         context_parallel = self._settings.context_parallel
-        self._backends = backends_of(self._core, backend, context_parallel)
+        self._backends = backends_of(self._core, backend, context_parallel, self._settings.decode_threshold)
         self._poison = env.poison()
         self._engine_fields, self._overlap = EngineFields(), None
         if num_rejected is not None:
             self._overlap = Overlap(self._backends, batch.max_num_reqs, num_rejected, context_parallel, depth)
             self._engine_fields.add(engine_field(PREVIOUS_ROWS, np.int32, Length.REQUEST), self._overlap.fill)
+        check_states(self._core.states, self._settings, num_rejected is not None)
+        for slots in self._core.states.values():
+            self._engine_fields.add(slots.field, slots)
         self._lay_out()
 
     def _lay_out(self) -> None:

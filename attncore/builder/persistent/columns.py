@@ -105,7 +105,7 @@ class Column(Uncopied):
         rows = np.array([core.order.row_of.get(req_id, -1) for req_id in req_ids], np.intp)
         places = core.lengths[codes.PLACE, rows]
         # A request of the same name that came later is another one.
-        kept = np.flatnonzero((rows >= 0) & (core.added_at[places] <= metadata._arena.changes))
+        kept = np.flatnonzero((rows >= 0) & ~core.came_later(places, metadata))
         return places[kept], kept
 
     def _has_rows_of(self, metadata: StepMetadata) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.metadata import Wrap
+from attncore.builder.rank_drafts import INSTEAD
 from attncore.builder.read_only import read_only
 from attncore.show import counted
 
@@ -69,8 +70,8 @@ class Backends:
         return min(levels, key=lambda level: [*GRAPH_LEVELS].index(level[0]), default=("always", ""))
 
 
-def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) -> Backends:
-    """One backend for each group, checked against the group's block size.
+def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None, decode_threshold: int = 1) -> Backends:
+    """One backend for each group, checked against the group's block size; of a rank, against drafts.
 
     Raises ValueError or TypeError that says what is wrong.
     """
@@ -89,6 +90,11 @@ def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) ->
     for group in core.groups:
         if by_group[group.name] is not None:
             _check_backend(by_group[group.name], group.name, group.tokens_per_column, world, len(names) > 1)
+    if world > 1 and decode_threshold > 1 and any(one is not None and one.spec for one in by_group.values()):
+        raise ValueError(
+            f"decode_threshold: {decode_threshold} with context_parallel of {counted(world, 'rank')} and a backend; "
+            f"{INSTEAD} (of a builder without a backend), or leave decode_threshold at 1"
+        )
     planning = [given for given in by_group.values() if given is not None and given.has_plan]
     for given in planning:
         if sum(given is other for other in planning) > 1:

@@ -16,10 +16,13 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.columns import KeepsColumns
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
+from attncore.builder.persistent.state_group import StateGroup
+from attncore.builder.persistent.state_slots import StateSlots
 from attncore.builder.read_only import read_only
 from attncore.builder.show import batch_text
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName
+from attncore.quoted import plain_text
 from attncore.show import counted, guarded, guarded_html
 
 
@@ -32,8 +35,10 @@ class InputBatch(KeepsColumns, Uncopied):
     (``metadata.moves``). Use from one thread at a time; a second caller is a ConcurrentUseError.
 
     ``groups``, instead of ``block_size`` and ``num_blocks``, gives several KV-cache groups, each with a table of its
-    own; block ids are then passed and returned as a mapping of group name to ids. ``max_encoder_len``, in tokens, is
-    required with a cross group and refused without one. ``kernels`` names the implementation (None: the default).
+    own; block ids are then passed and returned as a mapping of group name to ids. A StateGroup among them has no table:
+    its ids are a list of one slot, which a request holds until it leaves or is preempted. ``max_encoder_len``, in
+    tokens, is required with a cross group and refused without one. ``kernels`` names the implementation (None: the
+    default).
     """
 
     def __init__(
@@ -43,13 +48,13 @@ class InputBatch(KeepsColumns, Uncopied):
         max_model_len: int,
         block_size: int | None = None,
         num_blocks: int | None = None,
-        groups: Iterable[KVCacheGroup] | None = None,
+        groups: Iterable[KVCacheGroup | StateGroup] | None = None,
         max_encoder_len: int | None = None,
         kernels: KernelsName | None = None,
     ) -> None:
         max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
         max_model_len = arguments.integer("max_model_len", max_model_len, 1)
-        known = groups_of(groups, block_size, num_blocks)
+        known, states = groups_of(groups, block_size, num_blocks)
         if any(group.cross for group in known):
             if max_encoder_len is None:
                 raise ValueError(f"max_encoder_len: missing; cross group {known[-1].name!r} needs it")
@@ -58,6 +63,7 @@ class InputBatch(KeepsColumns, Uncopied):
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
         self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._core.states = {group.name: StateSlots(self._core, group) for group in states}
         self._append_plain = self._core.append_plain() if self._one_group else None
 
     __repr__ = guarded(batch_text)
@@ -81,6 +87,11 @@ class InputBatch(KeepsColumns, Uncopied):
     def groups(self) -> tuple[KVCacheGroup, ...]:
         """The KV-cache groups, the cross group last."""
         return self._core.groups
+
+    @property
+    def state_groups(self) -> tuple[StateGroup, ...]:
+        """The groups of states, in the order given."""
+        return tuple(slots.group for slots in self._core.states.values())
 
     @property
     def block_size(self) -> int:
@@ -142,10 +153,9 @@ class InputBatch(KeepsColumns, Uncopied):
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
-        These are manager blocks; 0 where a window has passed.
+        These are manager blocks; 0 where a window has passed. Of a group of states, the one slot.
         """
-        tables = self._core.tables.items()
-        return self._answer(self._core.read(req_id, lambda row: {name: table.held(row) for name, table in tables}))
+        return self._answer(self._core.read(req_id, self._core.held))
 
     def add_request(
         self,
@@ -162,7 +172,9 @@ class InputBatch(KeepsColumns, Uncopied):
         the request runs has their slots, unless they are in the cache already (``encoder_computed``). Returns the row
         that the request has until a build moves it. Raises ValueError or TypeError, and changes nothing, where the
         batch is full, the name is in use, a block id is invalid, a group has no blocks, the blocks do not hold the
-        tokens, block 0 stands where no window has passed, or (as far as few comparisons show it) one block twice.
+        tokens, block 0 stands where no window has passed, or (as far as few comparisons show it) one block twice; and
+        where it has not one slot in each group of states, or that of another request. With computed tokens, the slot
+        holds the state behind the last of these already: of blocks that requests share, none is theirs otherwise.
         """
         with self._core.enter():
             num_computed_tokens, encoder_seq_len, encoder_computed = check_new_request(
@@ -172,6 +184,8 @@ class InputBatch(KeepsColumns, Uncopied):
             row = self._core.order.free_row()
             self._core.undo.append((self._core.vacate, row))
             self._core.state.start(row, num_computed_tokens, encoder_seq_len, encoder_computed)
+            for name, slots in self._core.states.items():
+                slots.hold(row, slots.checked(row, req_id, given.pop(name), needed=True))
             for name, ids in given.items():
                 table = self._core.tables[name]
                 passed = table.passed_columns(num_computed_tokens, not self._one_group) if num_computed_tokens else 0
@@ -186,7 +200,10 @@ class InputBatch(KeepsColumns, Uncopied):
             return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
-        """Gives the request more blocks, in one group or several; a preempted request takes part in steps again."""
+        """Gives the request more blocks, in one group or several; a preempted request takes part in steps again.
+
+        In a group of states a preempted request alone is given a slot. It rests until it has one in each.
+        """
         self.append_blocks_many({req_id: block_ids})
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
@@ -200,10 +217,19 @@ class InputBatch(KeepsColumns, Uncopied):
             for req_id, ids in block_ids.items():
                 row = order.row(req_id)
                 for name, ids_of_group in self._by_group(req_id, ids).items():
+                    if (slots := self._core.states.get(name)) is not None:
+                        if added := slots.checked(row, req_id, ids_of_group, needed=False):
+                            undo.append((slots.hold, row, []))
+                            slots.hold(row, added)
+                        continue
                     table = self._core.tables[name]
                     undo.append((table.state.truncate, row, table.num_columns(row)))
                     table.append(row, req_id, ids_of_group)
-                if row in order.paused and any(table.num_columns(row) for table in self._core.decoders):
+                if (
+                    row in order.paused
+                    and any(table.num_columns(row) for table in self._core.decoders)
+                    and all(slots.held(row) for slots in self._core.states.values())
+                ):
                     undo.append((order.paused.add, row))
                     order.paused.discard(row)
                     self._core.state.dirty = True
@@ -212,9 +238,12 @@ class InputBatch(KeepsColumns, Uncopied):
         """Replaces the request's block number ``index`` (copy on write); returns the block that it had.
 
         A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
-        One that the request has elsewhere is refused. ``group`` names the KV-cache group, where there are several.
+        One that the request has elsewhere is refused. ``group`` names the KV-cache group, where there are several, or a
+        group of states, whose only index is 0: the engine copies the state to the new slot ahead of the next step.
         """
         with self._core.enter():
+            if (slots := self._states(group)) is not None:
+                return self._replace_slot(slots, req_id, index, block_id)
             row, table = self._core.order.row(req_id), self._table(group)
             passed = table.passed_columns(self._core.num_computed(row), not self._one_group)
             index, block_id, was = table.replaces(row, req_id, index, block_id, passed)
@@ -248,11 +277,13 @@ class InputBatch(KeepsColumns, Uncopied):
         """Makes null every block that a group's sliding window has passed; returns the released blocks by request.
 
         A block is released where all its tokens lie before what the request's next query sees, even after a roll-back
-        of ``num_rollback`` tokens. Ids are as in ``block_ids`` (with groups: by group name); requests that released
-        none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
+        of ``num_rollback`` tokens, and of those of steps ahead that are not replayed yet. Ids are as in ``block_ids``
+        (with groups: by group name); requests that released none are left out. Call it between steps: afterwards the
+        last step's page indices can no longer be read.
         """
         with self._core.enter():
             num_rollback = arguments.integer("num_rollback", num_rollback, 0)
+            num_rollback = min(num_rollback + self._core.tokens_ahead, arguments.INT32_MAX)
             released: dict[Hashable, dict[str, list[int]]] = {}
             for table in self._core.decoders:
                 passed: list[tuple[int, int, list[int]]] = []
@@ -306,6 +337,12 @@ class InputBatch(KeepsColumns, Uncopied):
                 for table in self._core.decoders:
                     if count and table.group.sliding_window is not None:
                         table.check_sees(row, req_id, computed - count)
+                if self._core.states and 0 < count < computed:
+                    raise ValueError(
+                        f"num_tokens: {count} of request {req_id!r}, whose state in group "
+                        f"{next(iter(self._core.states))!r} has taken in its {counted(computed, 'computed token')} and "
+                        f"knows none before; preempt the request, or take back all {computed}: it then begins again"
+                    )
                 new.append((row, computed - count))
                 self._core.undo.append((self._core.state.set_computed, row, computed))
             for row, computed in new:
@@ -335,7 +372,25 @@ class InputBatch(KeepsColumns, Uncopied):
             order = self._core.order
             return [order.req_ids[row] for row in sorted(rows - order.paused - order.holes)]
 
+    def _states(self, group: str | None) -> StateSlots | None:
+        return None if group is None else self._core.states.get(plain_text(group) or "")
+
+    def _replace_slot(self, slots: StateSlots, req_id: Hashable, index: int, block_id: int) -> int:
+        row = self._core.order.row(req_id)
+        index, held = arguments.integer("index", index, 0), slots.held(row)
+        if index >= len(held):
+            raise ValueError(f"index: {index}, but request {req_id!r} holds {counted(len(held), 'slot')}")
+        slot = slots.checked_slot("block_id", block_id)
+        self._core.undo.append((slots.hold, row, held))
+        slots.hold(row, [slot])
+        return held[0]
+
     def _table(self, group: str | None) -> BlockTable:
+        if (slots := self._states(group)) is not None:
+            raise ValueError(
+                f"group: {slots.group.name!r} holds states, one slot a request, which neither grows nor shrinks; name "
+                f"one of {', '.join(self._core.tables)}"
+            )
         if group is None:
             if len(self._core.tables) > 1:
                 raise ValueError(f"group: name one of {', '.join(self._core.tables)}")
@@ -346,7 +401,7 @@ class InputBatch(KeepsColumns, Uncopied):
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}
-        return ids_by_group(self._core.tables, req_id, block_ids, all_groups=all_groups)
+        return ids_by_group(self._core.holders(), req_id, block_ids, all_groups=all_groups)
 
     def _answer(self, by_group: dict[str, list[int]]) -> Any:
         return by_group[ONLY_GROUP] if self._one_group else by_group

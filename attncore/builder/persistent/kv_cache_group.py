@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attncore import arguments
+from attncore.builder.persistent.state_group import MOST_STATE_GROUPS, StateGroup, checked_state_group
 from attncore.quoted import plain_text, quoted
 
 MAX_GROUPS = 64
@@ -44,27 +45,44 @@ class KVCacheGroup(NamedTuple):
         return self.kernel_block_size or self.block_size
 
 
-def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """The groups, decoder groups first and the cross group last; ValueError or TypeError that names the field."""
+def checked_groups(
+    groups: Iterable[KVCacheGroup | StateGroup],
+) -> tuple[tuple[KVCacheGroup, ...], tuple[StateGroup, ...]]:
+    """The KV-cache groups, decoder groups first and the cross group last, and the groups of states.
+
+    ValueError or TypeError that names the field.
+    """
     try:
         given = tuple(groups)
     except TypeError:
         raise TypeError(f"groups: {groups!r} is not a list of KVCacheGroup") from None
-    checked = [_checked_group(f"groups[{index}]", group) for index, group in enumerate(given)]
+    checked = [
+        checked_state_group(f"groups[{index}]", group)
+        if isinstance(group, StateGroup)
+        else _checked_group(f"groups[{index}]", group)
+        for index, group in enumerate(given)
+    ]
     names: set[str] = set()
     for index, group in enumerate(checked):
         if group.name in names:
             raise ValueError(f"groups[{index}].name: {group.name!r} stands twice; name each group differently")
         names.add(group.name)
-    decoders = tuple(group for group in checked if not group.cross)
-    crosses = tuple(group for group in checked if group.cross)
+    states = tuple(group for group in checked if isinstance(group, StateGroup))
+    tables = [group for group in checked if isinstance(group, KVCacheGroup)]
+    decoders = tuple(group for group in tables if not group.cross)
+    crosses = tuple(group for group in tables if group.cross)
     if not decoders:
-        raise ValueError("groups: none holds the decoder's own keys; give one that is not cross")
+        why = "give one that is not cross"
+        if states and not crosses:
+            why = "for a model without attention give one whose blocks have max_model_len tokens, as many as slots"
+        raise ValueError(f"groups: none holds the decoder's own keys; {why}")
+    if len(states) > MOST_STATE_GROUPS:
+        raise ValueError(f"groups: {len(states)} of states given; a batch takes {MOST_STATE_GROUPS}")
     if len(crosses) > 1:
         raise ValueError(f"groups: {crosses[0].name!r} and {crosses[1].name!r} are both cross; give one")
     if len(decoders) > MAX_GROUPS:
         raise ValueError(f"groups: {len(decoders)} given; a batch takes {MAX_GROUPS}")
-    return decoders + crosses
+    return decoders + crosses, states
 
 
 def _checked_group(path: str, given: object) -> KVCacheGroup:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.builder.device.arena import Views
 from attncore.builder.fields import Field
 from attncore.builder.metadata import Wrap
+from attncore.builder.persistent.state_step import StateStep
 from attncore.builder.persistent.step_metadata import (
     CrossStepMetadata,
     HostCrossStepMetadata,
@@ -78,6 +79,7 @@ def step_metadata(
     first = groups[core.groups[0].name]
     for metadata in groups.values():
         vars(metadata)["groups"] = MappingProxyType(groups)
+        vars(metadata)["states"] = MappingProxyType({name: StateStep(metadata, name) for name in core.states})
     arena.views = tuple(views for metadata in groups.values() for views in metadata.views())
     return first
 

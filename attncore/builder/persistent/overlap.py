@@ -89,12 +89,20 @@ class Overlap:
             rows = [last.rows.get(req_id, -1) for req_id in req_ids]
             out[: len(req_ids)] = [-1 if row in last.left else row for row in rows]
 
-    def remember(self, metadata: StepMetadata) -> None:
-        """Makes a step that was sent the last one. A step without rows does not replace the one before it."""
+    def remember(self, metadata: StepMetadata, *, dummy: bool) -> None:
+        """Makes a step that was sent the last one.
+
+        A ``dummy``, of ``build_empty`` or ``capture``, is no step of the engine's: the verdicts of the one before it
+        may still be outstanding. Behind a built step without rows the host has them.
+        """
         self._bounded[metadata.step] = self.overlapped
         self._bounded.pop(metadata.step - self._depth - 1, None)
         req_ids, self._before_last = metadata.req_ids, self._last
-        if req_ids and (req_ids is not self._last.req_ids or self._last.left):
+        if dummy:
+            return
+        if not req_ids:
+            self._last = _NO_STEP
+        elif req_ids is not self._last.req_ids or self._last.left:
             self._last = _Step(req_ids, {req_id: row for row, req_id in enumerate(req_ids)})
 
     def leave(self, req_id: Any) -> None:
@@ -107,22 +115,12 @@ class Overlap:
         return self._last, self._before_last
 
     def restore(self, last: _Step, before_last: _Step) -> None:
-        """Takes back ``leave``."""
+        """Takes back ``leave`` and ``remember``."""
         self._last, self._before_last = last, before_last
 
-    @property
-    def last(self) -> Any:
-        """The last step that was sent, for ``forget``."""
-        return self._last
-
-    @property
-    def before_last(self) -> Any:
-        """The step before it."""
-        return self._before_last
-
-    def forget(self, before: Any) -> None:
-        """Takes back ``remember``: ``before`` was the last step before it."""
-        self._last = before
+    def forget(self) -> None:
+        """Takes back the last ``remember``, of a step that is not to be replayed."""
+        self._last = self._before_last
 
     def lengths_of(self, metadata: StepMetadata) -> str:
         """``"bounded"`` where the step's lengths on the host are upper bounds, else ``"exact"``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attncore.builder.persistent.state_step import StateStep
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.errors import AttncoreError
 from attncore.show import guarded
@@ -38,6 +39,8 @@ class _Expiring:
             )
         if name == "groups":
             return {key: _Expiring(of_group) for key, of_group in metadata.groups.items()}
+        if name == "states":
+            return {key: StateStep(self, key) for key in metadata.states}
         return getattr(metadata, name)
 
     def _later(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from attncore import arguments
@@ -59,6 +60,24 @@ def check_settings(
         arguments.flag("ticket", ticket),
         depth,
     )
+
+
+def check_states(states: Collection[str], settings: Settings, takes_verdicts: bool) -> None:
+    """ValueError where a builder over groups of states would have to take tokens back, or to share them out."""
+    if not states:
+        return
+    name = next(iter(states))
+    for wrong, argument in (
+        (settings.decode_threshold > 1, f"decode_threshold: {settings.decode_threshold}"),
+        (takes_verdicts, "num_rejected"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{argument} given for drafts, but group {name!r} holds states, from which a rejected token cannot be "
+                "taken back; run one token of a request, or a batch without groups of states"
+            )
+    if settings.context_parallel is not None:
+        raise ValueError(f"context_parallel: group {name!r} holds states; ranks share out whole contexts only")
 
 
 def check_captured_size(num_reqs: int, query_len: int, max_num_reqs: int, settings: Settings) -> None:

@@ -12,6 +12,7 @@ from attncore.builder.device_slices import DeviceView, host_lengths_of
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut, read_alone
+from attncore.builder.persistent.state_step import StateStep
 from attncore.builder.read_only import read_only
 from attncore.builder.reused import Reused
 
@@ -48,6 +49,8 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     num_actual_tokens: int
 
     groups: Mapping[str, StepMetadata]
+    states: Mapping[str, StateStep]
+    """The step as the layers of each group of states see it, by the group's name; empty without such groups."""
     group: str
     """The KV-cache group whose slots and table these are."""
 

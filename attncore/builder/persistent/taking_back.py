@@ -44,18 +44,24 @@ def take_back(assembly: Any, metadata: StepMetadata, *more: tuple[Any, ...]) -> 
     if assembly.side is not None:
         undo.append((assembly.side.take_back, step))
     if assembly.overlap is not None:
-        undo.append((assembly.overlap.forget, assembly.overlap.before_last))
+        undo.append((assembly.overlap.forget,))
     core.undo.extend(undo)  # in one call: where the roll-back is interrupted, the next call goes on with it
     core.state.roll_back()
 
 
 def _computed_before(core: BatchCore, metadata: StepMetadata) -> Any:
     """int32[max_num_reqs]: the computed tokens of each row before the step, which moved rows and counted tokens."""
-    computed, n = core.lengths[codes.COMPUTED].copy(), metadata.num_actual_reqs
-    computed[:n] = metadata.host.context_lens[:n]
+    computed, before = core.lengths[codes.COMPUTED].copy(), _first_positions(metadata)
+    computed[: len(before)] = before
     for i, j in reversed(metadata.moves):
         computed[[i, j]] = computed[[j, i]]
     return computed
+
+
+def _first_positions(metadata: StepMetadata) -> Any:
+    """int64[n]: the computed tokens of each request before the step; a rank's ``context_lens`` count its own alone."""
+    host = metadata.host
+    return host.positions[host.query_start_loc[: metadata.num_actual_reqs]]
 
 
 def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps: int = 1) -> None:
@@ -64,10 +70,12 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
     ``num_steps``: the steps that were booked with it.
     """
     n, order = metadata.num_actual_reqs, assembly.core.order
-    computed, fields = assembly.core.lengths[codes.COMPUTED, :n], metadata.host
+    computed = assembly.core.lengths[codes.COMPUTED, :n]
+    after = _first_positions(metadata) + metadata.host.query_lens[:n] + num_steps - 1
+    came_later = assembly.core.came_later(assembly.core.lengths[codes.PLACE, :n], metadata)
     for row, req_id in enumerate(metadata.req_ids):
-        known = row < len(order) and order.req_ids[row] is req_id
-        if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row] + num_steps - 1:
+        known = row < len(order) and order.req_ids[row] is req_id and not came_later[row]
+        if not known or computed[row] != after[row]:
             raise CaptureError(
                 f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
                 "before its requests are removed, preempted or rolled back; rows that were swapped are to be swapped "

@@ -32,6 +32,11 @@ CACHE = "_attncore_cache"
 The name is empty where the cache says which layer it is, so that layers of one kind share a graph."""
 
 
+LATENT = "_attncore_latent"
+"""The attribute of a module whose keys are latent rows: what its query and output pass through
+(``latent_layers.LatentLayer``)."""
+
+
 class Attender(Protocol):
     """What attends for the layers of a model during a forward pass."""
 
@@ -40,8 +45,10 @@ class Attender(Protocol):
 
         ``query``, ``key`` and ``value`` are (tokens, heads, size), the result (tokens, heads, size of a value head).
         ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on; under
-        RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window, and
-        ``made_encoder_masks``, whether it has made masks in which tokens see later ones.
+        RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window,
+        ``made_encoder_masks``, whether it has made masks in which tokens see later ones, ``encoder_windows``, the
+        windows of these as a layer would pass them, and ``made_causal_masks_alone``, whether it has made masks, and no
+        token sees a later one in any.
         """
 
 
@@ -50,6 +57,9 @@ class _Current(threading.local):
 
     attender: Attender | None = None
     made_encoder_masks = made_window_masks = False
+    encoder_windows: tuple[int, ...] = ()
+    directions: frozenset[bool] = frozenset()
+    """Of the masks that were made: whether tokens see later ones."""
 
 
 _current = _Current()
@@ -60,6 +70,7 @@ def attending_by(attender: Attender) -> Iterator[None]:
     """Inside, the models that this thread runs attend by ``attender``."""
     before, _current.attender = _current.attender, attender
     _current.made_encoder_masks = _current.made_window_masks = False
+    _current.encoder_windows, _current.directions = (), frozenset()
     try:
         yield
     finally:
@@ -102,7 +113,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What models call: query, key and value (1, heads, T, size); the result is (1, T, heads, size of a value head)."""
     if torch.compiler.is_compiling() and (found := getattr(module, CACHE, None)) is not None:
-        return _traced(query, key, value, *found), None
+        latent = getattr(module, LATENT, None)
+        if latent is None:
+            return _traced(query, key, value, *found).unsqueeze(0), None
+        return latent.expanded(_traced(latent.absorbed(query), key, value, *found)).unsqueeze(0), None
     attender = _current.attender
     if attender is None:
         raise RuntimeError(
@@ -118,7 +132,12 @@ def _attention(
         raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
     if asked.get("dropout"):
         raise ValueError("dropout: the model is training; call model.eval()")
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query = latent.absorbed(query)
     output = attender.attend(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked)
+    if latent is not None:
+        output = latent.expanded(output)
     return output.unsqueeze(0), None
 
 
@@ -127,7 +146,7 @@ def _traced(query: Tensor, key: Tensor, value: Tensor, kv_cache: list[Tensor], l
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output = query.new_empty((*query.shape[:2], value.shape[2]))
     torch.ops.attncore.attention(query, key, value, kv_cache, output, layer_name)
-    return output.unsqueeze(0)
+    return output
 
 
 def _recorded(
@@ -138,21 +157,38 @@ def _recorded(
     seen = {
         "has_window_mask": windows and attention_mask is not None,
         "made_encoder_masks": _current.made_encoder_masks,
+        "encoder_windows": _current.encoder_windows,
+        "made_causal_masks_alone": _current.directions == {False},
     }
     return _attention(module, query, key, value, None if windows else attention_mask, **seen, **asked)
 
 
-def _window_mask(*, config: Any, device: Any, local_size: int | None = None, **said: Any) -> Tensor | None:
+def _window_mask(
+    *, config: Any, device: Any, local_size: int | None = None, mask_function: Any = None, **said: Any
+) -> Tensor | None:
     """What transformers calls for each mask, of one token here: one where a window is in it, None for all others.
 
     A window as long as the longest request changes nothing and is none.
     """
-    _current.made_encoder_masks |= "allow_is_bidirectional_skip" in said
+    is_of_encoder = "allow_is_bidirectional_skip" in said
+    _current.made_encoder_masks |= is_of_encoder
+    _current.directions |= {is_of_encoder or _sees_later(mask_function, device)}
     longest = getattr(config, "max_position_embeddings", None)
     if local_size is None or (longest is not None and local_size >= longest):
         return None
     _current.made_window_masks = True
+    if is_of_encoder:  # of so many tokens on either side; a layer counts the token itself, too
+        _current.encoder_windows += (local_size + 1,)
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+def _sees_later(mask_function: Any, device: Any) -> bool:
+    """Whether token 0 sees token 1; so it may where the function cannot be asked, as of what is kept of each token."""
+    first, second = torch.arange(2, device=device)
+    try:
+        return bool(mask_function(first, first, first, second))
+    except (IndexError, RuntimeError, TypeError):
+        return True
 
 
 AttentionInterface.register(NAME, _attention)

@@ -26,7 +26,7 @@ def select_for_model(
     fields = {"dtype": str(model.dtype).removeprefix("torch."), **fields}
     first = layers[0]
     for layer in layers:
-        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
+        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla"):
             one, other = getattr(first, name), getattr(layer, name)
             if one != other:
                 raise ValueError(

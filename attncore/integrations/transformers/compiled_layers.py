@@ -22,6 +22,7 @@ from attncore.integrations.transformers.forward_pass import (
     NoAttention,
     PagedCaches,
     address_of_cache,
+    check_caches,
     running_caches,
     running_over,
 )
@@ -46,6 +47,8 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
     Outside such a context, or over other caches, the layers run as if they were not compiled. The compiled layers of a
     model run in one thread at a time, over whatever caches.
     """
+    check_caches(kv_caches)
+    kv_caches._refuse_states("compile_layers")
     _refuse_shared(kv_caches)
     counts = _numbers_of_tokens(kv_caches)
     if flag("fuse", fuse):

@@ -9,17 +9,29 @@ from typing import Any
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attncore.arguments import optional_integer
 from attncore.builder.checked_backend import check_backend
 from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 from attncore.ops.forward_context import ForwardContext
+from attncore.quoted import type_name
+from attncore.show import counted
 
 
 class PagedCaches(Mapping[str, Any]):
     """A model's paged caches by layer name, one a layer, and the layers' implementations. Made by ``paged_caches``."""
 
-    def __init__(self, impls: Mapping[str, AttentionImpl], caches: Mapping[str, Any], names: Mapping[Any, str]) -> None:
+    def __init__(
+        self,
+        impls: Mapping[str, AttentionImpl],
+        caches: Mapping[str, Any],
+        names: Mapping[Any, str],
+        states: StateCaches | None = None,
+    ) -> None:
         self.impls, self._caches, self._names = impls, caches, names
+        self.states = states
+        """The states of recurrent layers; None: the model has none."""
         self._compiled: dict[Any, Any] = {}  # by the layer's ``forward``: what ``compile_layers`` made of it
         self._by_address = {address_of_cache(cache): name for name, cache in caches.items() if cache is not None}
         configs = [module.config for module in names if hasattr(module, "config")]
@@ -43,6 +55,20 @@ class PagedCaches(Mapping[str, Any]):
                     f"these caches; call model.set_attn_implementation({NAME!r})"
                 )
 
+    def _refuse_states(self, what: str) -> None:
+        """ValueError that begins with ``what`` where the model has recurrent layers, which run request by request."""
+        if self.states is not None:
+            raise ValueError(
+                f"{what}: the model has recurrent layers, which run request by request, as each step's host says; run "
+                "it eagerly, and its decodes in graphs of whole steps"
+            )
+
+
+def check_caches(kv_caches: Any) -> None:
+    """TypeError for what ``paged_caches`` has not made."""
+    if not isinstance(kv_caches, PagedCaches):
+        raise TypeError(f"kv_caches: a {type_name(kv_caches)} found; give what paged_caches returns")
+
 
 def address_of_cache(cache: Any) -> int:
     """Where a cache, or the keys of a pair, begin."""
@@ -50,13 +76,30 @@ def address_of_cache(cache: Any) -> int:
 
 
 def paged_caches(
-    model: Any, backend: AttentionBackend, num_blocks: int, *, layers: tuple[ModelLayer, ...] | None = None
+    model: Any,
+    backend: AttentionBackend,
+    num_blocks: int,
+    *,
+    layers: tuple[ModelLayer, ...] | None = None,
+    num_slots: int | None = None,
 ) -> PagedCaches:
     """A cache of ``num_blocks`` blocks for every attention layer, on the backend's device, and the layers themselves.
 
-    A layer that is not causal has no cache. ValueError where the backend refuses what a layer asks for.
+    A layer that is not causal has no cache. A model with recurrent layers (``recurrent_layers``) needs ``num_slots``,
+    the null slot included: each of them has so many states, and steps are those of a batch with a StateGroup.
+    ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given for a model
+    without such layers.
     """
     check_backend(backend)
+    num_slots = optional_integer("num_slots", num_slots, 2)
+    recurrent = recurrent_layers(model)
+    if recurrent and num_slots is None:
+        raise ValueError(
+            f"num_slots: missing; {type(model).__name__} has {counted(len(recurrent), 'recurrent layer')}, whose "
+            "states need slots: one for each request, and the null slot"
+        )
+    if num_slots is not None and not recurrent:
+        raise ValueError(f"num_slots: {num_slots} given, but {type(model).__name__} has no recurrent layer")
     layers = attention_layers(model) if layers is None else layers
     impls, caches = {}, {}
     for layer in layers:
@@ -73,7 +116,8 @@ def paged_caches(
             raise ValueError(f"layer {layer.name}: {error}") from None
         causal = layer.attn_type is AttentionType.DECODER
         caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
-    return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers})
+    states = StateCaches(model, num_slots) if num_slots is not None else None
+    return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
 
 
 def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextManager[None]:
@@ -81,8 +125,11 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextMa
 
     The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
     T = ``metadata.num_tokens`` or more. ``metadata`` may be a mapping of layer names to metadata, where layers belong
-    to several KV-cache groups. RuntimeError where the model's attention implementation is not ``attncore``.
+    to several KV-cache groups. Recurrent layers take the requests of the step one by one, and continue the states of
+    its group of states. RuntimeError where the model's attention implementation is not ``attncore``, and where such a
+    model's step has no group of states.
     """
+    check_caches(kv_caches)
     kv_caches._check_called()
     return running_over(metadata, kv_caches.impls, kv_caches)
 
@@ -92,7 +139,11 @@ def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: P
     """``attncore_context`` by ``impls``: for layers that call Python and for those that call the operator."""
     context = ForwardContext(metadata, impls, kv_caches._by_address)
     with context, attending_by(_CachedAttention(context, kv_caches)):
-        yield
+        if kv_caches.states is None:
+            yield
+        else:
+            with kv_caches.states.running(metadata):
+                yield
 
 
 class NoAttention:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncore.abstract import AttentionType
 from attncore.integrations.transformers.attention_interface import (
+    LATENT,
     NAME,
     RECORDING,
     attending_by,
@@ -20,6 +21,8 @@ from attncore.integrations.transformers.attention_interface import (
 from attncore.integrations.transformers.refused_models import (
     refuse_layers,
     refuse_lost_window,
+    refuse_other_direction,
+    refuse_other_window,
     refuse_positions,
     refuse_unsaid_direction,
 )
@@ -46,6 +49,8 @@ class ModelLayer:
     sinks: Tensor | None
     """(num_heads,): the layer's own parameter."""
     attn_type: AttentionType
+    use_mla: bool = False
+    """Whether its keys are latent rows, whose first columns are the values (``use_latent_caches``)."""
 
     def asked(self) -> dict[str, Any]:
         """The fields of an AttentionRequest that this layer needs."""
@@ -54,6 +59,7 @@ class ModelLayer:
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "head_size_v": self.head_size_v,
+            "use_mla": self.use_mla,
             "sliding_window": self.sliding_window,
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": self.sinks is not None,
@@ -69,7 +75,7 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
     decoder, positions of their own, embeddings made of neighbouring tokens, frequencies by the longest request, causal
     layers that run twice, a sliding window that is only in the masks that the model makes and that no layer passes on,
-    or encoder layers that do not say that they are.
+    or is another one there, or encoder layers that do not say that they are, or whose model makes causal masks.
     """
     refuse_layers(model)
     recorder = _Recorder({module: name for name, module in model.named_modules()})
@@ -105,6 +111,8 @@ class _Recorder:
             causal = True  # as transformers takes it
             if asked.get("made_encoder_masks"):
                 refuse_unsaid_direction(name, module)
+        if not causal and asked.get("made_causal_masks_alone"):
+            refuse_other_direction(name, module)
         refused = [kind for kind in _REFUSED_INPUTS if asked.get(kind) is not None]
         if refused:
             raise ValueError(f"layer {name}: it passes {refused[0]} to its attention, which no backend takes")
@@ -116,6 +124,8 @@ class _Recorder:
             raise ValueError(f"layer {name}: sliding_window {window} lets a token see none, not even itself")
         if window is None and asked.get("has_window_mask"):
             refuse_lost_window(name, module)
+        if window is not None and (windows := asked.get("encoder_windows")) and window not in windows:
+            refuse_other_window(name, module, window, windows[0])
         self.layers[name] = ModelLayer(
             name,
             module,
@@ -128,5 +138,6 @@ class _Recorder:
             asked.get("softcap") or None,
             asked.get("s_aux"),
             AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
+            getattr(module, LATENT, None) is not None,
         )
         return query.new_zeros((*query.shape[:2], sizes[1]))

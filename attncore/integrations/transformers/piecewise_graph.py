@@ -21,6 +21,7 @@ from attncore.integrations.transformers.forward_pass import (
     NoAttention,
     PagedCaches,
     attncore_context,
+    check_caches,
     running_over,
 )
 from attncore.ops.forward_context import ForwardContext
@@ -155,7 +156,9 @@ def capture_between_attention(run: Callable[[], Tensor], kv_caches: PagedCaches,
     ``attncore_context``. TypeError where ``run`` returns no tensor, ValueError where no layer attends in it.
     CaptureError inside a capture, and where torch cannot capture the model, with its reason.
     """
+    check_caches(kv_caches)
     kv_caches._check_called()
+    kv_caches._refuse_states("capture_between_attention")
     device = str(next(next(iter(kv_caches._names)).parameters()).device)
     if is_capturing(device):
         raise CaptureError("capture_between_attention: a stream is capturing; end that capture first")

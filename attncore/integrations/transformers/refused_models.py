@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NoReturn
 
+from attncore.integrations.transformers.recurrent_layers import RECURRENT_LAYER_TYPES, recurrent_layers
 from attncore.show import counted
 
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse", "dense"))
@@ -12,16 +13,18 @@ _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse"
 
 
 def refuse_layers(model: Any) -> None:
-    """ValueError for a model with layers that keep more than keys and values, or whose numbers follow the batch."""
+    """ValueError for a model with layers that keep what attncore does not know, or whose numbers follow the batch."""
     name, whole = type(model).__name__, model.config
     config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
     if getattr(whole, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} has an encoder beside its decoder; run models of one of them")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if others or getattr(model, "_is_stateful", False):
+    recurrent = recurrent_layers(model)
+    known = _LAYER_TYPES | RECURRENT_LAYER_TYPES if recurrent else _LAYER_TYPES
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if others or (getattr(model, "_is_stateful", False) and not recurrent):
         raise ValueError(
             f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
-            "attention, and keeps no other state of a request"
+            "attention, and recurrent layers that take a cache of states (cache_params)"
         )
     if getattr(config, "trigram_input", False):
         raise ValueError(
@@ -55,6 +58,27 @@ def refuse_lost_window(name: str, module: Any) -> NoReturn:
         f"passes none to its attention, so that it would attend to all tokens; for requests no longer "
         f"than {limit} set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model "
         "whose layers pass sliding_window"
+    )
+
+
+def refuse_other_window(name: str, module: Any, window: int, of_mask: int) -> NoReturn:
+    """ValueError for a layer of an encoder whose mask has another window than it passes to its attention.
+
+    So has a decoder with windows whose ``config.is_causal`` is False: transformers' eager attention goes by the mask,
+    and its flash attention by what the layer passes.
+    """
+    raise ValueError(
+        f"layer {name}: {type(module).__name__} passes the sliding window {window} to its attention, and the mask that "
+        f"its model makes has {of_mask}, the token itself included; for requests no longer than {window} set "
+        f"config.max_position_embeddings of the loaded model to {window}; for longer ones take another model"
+    )
+
+
+def refuse_other_direction(name: str, module: Any) -> NoReturn:
+    """ValueError for a layer that says that it is not causal, in a model all of whose masks are causal."""
+    raise ValueError(
+        f"layer {name}: {type(module).__name__} says that it is not causal, and its model makes causal masks alone; "
+        "set is_causal of each such module to True, or config.is_causal to False, whichever the model was trained with"
     )
 
 

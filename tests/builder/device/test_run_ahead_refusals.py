@@ -10,7 +10,7 @@ from builder.device.ahead_engine import Calls
 from builder.device.arena_batches import CONFIG, Backend
 from interrupted_calls import AtOpcode
 
-from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
+from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import AttncoreError, CaptureError
 
 
@@ -70,6 +70,38 @@ def test_stop_behind_swapped_rows(kernels, replayed):
     assert steps.stop() == replayed
     assert [batch.num_computed_tokens(name) for name in "ab"] == [3 + replayed, 6 + replayed]
     assert builder.build().context_lens.tolist() == ([6 + replayed, 3 + replayed] if replayed else [3, 6])
+
+
+def test_stop_takes_nothing_from_a_later_request_of_the_same_name(kernels):
+    """It has as many computed tokens as the one that left would have."""
+    batch, builder, _ = two_requests(kernels)
+    steps = builder.run_ahead(3, bucket=3)
+    batch.remove_request("a")
+    batch.add_request("a", [11, 12], 6)
+    before = state_of(batch, builder)
+    with pytest.raises(CaptureError, match=r"^stop: request 'a' has changed since step 1 was built"):
+        steps.stop()
+    assert state_of(batch, builder) == before == ([6, 9], ("a", "b"), 1)
+
+
+@pytest.mark.parametrize("replayed", [0, 1, 4])
+def test_blocks_that_a_stopped_request_sees_are_not_released(kernels, replayed):
+    """With all tokens counted as computed, the window would have passed blocks 3 and 4 as well."""
+    group = KVCacheGroup("window", 2, sliding_window=4)
+    batch = InputBatch(max_num_reqs=1, max_model_len=32, groups=[group], kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    batch.add_request("a", {"window": range(1, 10)}, 5)
+    calls = Calls(builder.capture(1))
+    steps = builder.run_ahead(6, bucket=1)
+    for _ in range(replayed):
+        steps.replay(calls)
+    passed = (5 + replayed - 4 + 1) // 2
+    assert batch.release_passed_blocks() == {"a": {"window": [*range(1, passed + 1)]}}
+    assert steps.stop() == replayed
+    assert batch.release_passed_blocks() == {}
+    metadata = builder.build()
+    first_seen = max(metadata.host.seq_lens[0] - 4, 0) // 2
+    assert 0 not in metadata.host.block_table[0, first_seen : (metadata.host.seq_lens[0] + 1) // 2]
 
 
 class PlansOnTheHost(Backend):

@@ -4,7 +4,7 @@ import pytest
 from core_state import core_state
 from interrupted_calls import AtOpcode
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 
@@ -37,6 +37,48 @@ def test_tokens_and_rows_are_taken_back(monkeypatch, kernels):
     metadata.abandon()
     assert (batch.req_ids, [batch.num_computed_tokens(name) for name in "abc"]) == (("a", "b", "c"), [0, 1, 2])
     assert builder.build().context_lens.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_of_all_ranks_are_taken_back(monkeypatch, kernels, rank):
+    """A rank's ``context_lens`` count the tokens that it keeps, and the batch those of all ranks."""
+    monkeypatch.setattr("attncore.builder.device.by_copy.CopyTransport", Abandonable)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=8, kernels=kernels)
+    share = ContextParallel(2, rank, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy", context_parallel=share)
+    batch.add_request("a", [1, 2], 9)
+    batch.add_request("b", [3, 4], 3)
+    builder.capture(2)
+    metadata = builder.build(bucket=2)
+    metadata.abandon()
+    assert [batch.num_computed_tokens(name) for name in "ab"] == [9, 3]
+    metadata = builder.build(bucket=2)
+    batch.rollback("a", 10 - (metadata.host.context_lens[0] + 1))  # as many as the rank keeps, and the step's
+    with pytest.raises(CaptureError, match=r"^abandon: request 'a' has changed"):
+        metadata.abandon()
+
+
+def test_nothing_is_taken_from_a_later_request_of_the_same_name(monkeypatch, kernels):
+    batch, _, metadata = waiting_step(monkeypatch, kernels)
+    batch.remove_request("b")
+    batch.add_request("b", [7], 2)
+    with pytest.raises(CaptureError, match=r"^abandon: request 'b' has changed since step 1 was built"):
+        metadata.abandon()
+    assert [batch.num_computed_tokens(name) for name in "abc"] == [0, 2, 3]
+
+
+def test_a_request_that_came_before_a_step_was_abandoned_is_in_later_steps(monkeypatch, kernels):
+    """Rows that are moved back bring the number of changes before back: the request came no later than that."""
+    batch, builder, metadata = waiting_step(monkeypatch, kernels)
+    column = batch.column("seed", "int64")
+    assert metadata.moves
+    batch.add_request("d", [7])
+    metadata.abandon()
+    step = builder.build()
+    assert (step.req_ids, step.moves) == (("a", "b", "c", "d"), ())
+    batch.remove_request("a")
+    column.write(step, [10, 11, 12, 13])
+    assert [column[name] for name in batch.req_ids] == [11, 12, 13]
 
 
 def test_an_interrupted_abandon_is_finished_by_the_next_call(monkeypatch):

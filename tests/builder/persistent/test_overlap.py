@@ -114,6 +114,53 @@ def test_an_empty_step_has_exact_lengths_whatever_the_build_before_it_was():
     assert builder.host_lengths(builder.build_empty(2)) == "exact"
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_verdicts_are_subtracted_once_where_all_requests_rested_meanwhile(kernels, overlapped):
+    """The host has them by then, so that the lengths of the step behind that without rows are exact."""
+    batch, builder = two_requests(kernels)
+    rest = {"a": 0, "b": 0}
+    if overlapped:
+        builder.build(rest, overlapped=True)
+        batch.rollback_many({"a": 2, "b": 2})
+    else:
+        batch.rollback_many({"a": 2, "b": 2})
+        builder.build(rest)
+    metadata = builder.build(query_len=3, overlapped=True)
+    assert metadata.host.previous_rows.tolist() == [-1, -1]
+    assert (metadata.context_lens.tolist(), metadata.seq_lens.tolist()) == ([5, 3], [8, 6])
+    assert metadata.slot_mapping.tolist() == [21, 22, 23, 83, 84, 85]
+
+
+@pytest.mark.parametrize("dummy", [lambda builder: builder.build_empty(2), lambda builder: builder.capture(3)])
+def test_a_dummy_step_is_none_whose_verdicts_are_awaited(kernels, dummy):
+    """Neither ``build_empty`` nor ``capture`` is a step of the engine's: verdicts of the one before may come later."""
+    batch, builder = two_requests(kernels)
+    builder.capture(2)
+    dummy(builder)
+    metadata = builder.build(query_len=3, overlapped=True)
+    assert (metadata.host.previous_rows.tolist(), metadata.seq_lens.tolist()) == ([0, 1], [8, 6])
+    batch.rollback_many({"a": 2, "b": 2})
+    assert builder.build(query_len=3, overlapped=True).seq_lens.tolist() == [9, 7]
+
+
+@pytest.mark.parametrize("rests", [{}, {"a": 0, "b": 0}])
+def test_a_build_that_fails_behind_its_last_stage_is_forgotten(kernels, rests, monkeypatch):
+    _, builder = two_requests(kernels)
+    remember = overlap.Overlap.remember
+
+    def fail(*args, **options):
+        remember(*args, **options)
+        raise RuntimeError("not now")
+
+    before = builder._overlap.steps
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap.Overlap, "remember", fail)
+        with pytest.raises(RuntimeError, match="not now"):
+            builder.build(rests, query_len=3, overlapped=True)
+    assert builder._overlap.steps == before
+    assert builder.build(query_len=3, overlapped=True).seq_lens.tolist() == [8, 6]
+
+
 def test_pages_of_a_step_whose_rejected_drafts_give_a_page_back(kernels):
     """The host counts at most so many pages; on the device there are fewer."""
     batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4, kernels=kernels)

@@ -1,0 +1,251 @@
+"""The recurrent layers of a model over slots of states: each request of a step by itself, by the layer's own code.
+
+A layer of transformers that keeps a state (Mamba, Mamba-2, gated delta nets) takes the tokens of whole requests, as
+rows of a batch, and a cache with the states of these rows. A step of attncore is one row with the tokens of all
+requests. In a forward pass over paged caches a layer therefore runs as often as there are prefills, each over the
+tokens of one, and once more over all decodes as rows of one token; its cache is the slots of these requests. A layer
+whose code begins anew wherever it is given more than one token (Mamba) takes later chunks of a prompt token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from attncore.integrations.transformers.attention_interface import using_attncore
+from attncore.show import counted
+
+_CACHE = "cache_params"
+"""The argument of a recurrent layer's ``forward`` that is the model's cache."""
+
+RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "hybrid"))
+"""The layer types of a configuration with a state that its own code keeps in a cache: these layers, as modules."""
+
+
+def recurrent_layers(model: Any) -> dict[str, Any]:
+    """The modules of a model that keep a state of each request, by their dotted names; empty: it has none of these."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_idx") and _CACHE in inspect.signature(_forward_of(module)).parameters
+    }
+
+
+def _forward_of(module: Any) -> Callable[..., Any]:
+    """The module's own ``forward``, also where ``StateCaches`` has put another in its place."""
+    forward = module.forward
+    return forward.original if isinstance(forward, _ByRequest) else forward
+
+
+class _Layer:
+    """A cache with the states of some rows of one layer, as that layer's code knows caches."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layers = _AnyIndex(layer)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        known = self.layers.layer.has_previous_state
+        return all(known.values()) if state_idx is None else bool(known[state_idx])
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
+        return self.layers.layer.update_conv_state(conv_states, state_idx, **more)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
+        return self.layers.layer.update_recurrent_state(recurrent_states, state_idx, **more)
+
+
+class _AnyIndex:
+    """In place of the list of a model's layers: whoever asks is the one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __getitem__(self, _: int) -> Any:
+        return self.layer
+
+
+class _Slots:
+    """The states of one layer: of each of its kinds a tensor of ``num_slots`` rows, slot 0 that of padded rows."""
+
+    def __init__(self, seen: Any, num_slots: int) -> None:
+        self.continues_prompts = False
+        """Whether the layer's code runs a later chunk of a prompt at once; False: it does so token by token."""
+        self._number, self._kernel_size = seen.number_of_states, dict(seen.conv_kernel_size)
+        self.kinds: dict[str, dict[int, Tensor]] = {
+            kind: {
+                index: state.new_zeros((num_slots, *state.shape[1:]))
+                for index, state in getattr(seen, kind).items()
+                if state is not None
+            }
+            for kind in ("conv_states", "recurrent_states")
+        }
+
+    def find_out(self, forward: Callable[..., Tensor], size: int, like: Tensor) -> None:
+        """Sees whether the layer's code continues a state with several tokens, which Mamba's does with one alone: two
+        tokens say the same then, whatever the state.
+        """
+        tokens = torch.linspace(-1, 1, 2 * size, dtype=like.dtype, device=like.device).view(1, 2, size)
+        said = []
+        for value in (0, 1):
+            cache = self.cache(lambda state: torch.zeros_like(state[:1]), True)
+            for held in cache.layers.layer.recurrent_states.values():
+                if held is not None:
+                    held.fill_(value)
+            said.append(forward(tokens, **{_CACHE: cache}))
+        self.continues_prompts = not torch.equal(*said)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for states in self.kinds.values() for state in states.values())
+
+    def cache(self, take: Callable[[Tensor], Tensor], has_state: bool) -> _Layer:
+        """A cache of the rows that ``take`` takes of each state."""
+        layer = LinearAttentionLayer(number_of_states=self._number)
+        layer.conv_kernel_size = self._kernel_size
+        layer.has_previous_state = dict.fromkeys(range(self._number), has_state)
+        for kind, states in self.kinds.items():
+            held, known = getattr(layer, kind), getattr(layer, f"is_{kind}_initialized")
+            for index, state in states.items():
+                held[index], known[index] = take(state), True
+        return _Layer(layer)
+
+    def write(self, slots: Tensor, cache: _Layer) -> None:
+        """Writes the rows of a cache to ``slots``."""
+        for kind, states in self.kinds.items():
+            for index, state in states.items():
+                state.index_copy_(0, slots, getattr(cache.layers.layer, kind)[index].to(state.dtype))
+
+
+class StateCaches:
+    """The states of a model's recurrent layers in ``num_slots`` slots, on the model's device. Made by ``paged_caches``.
+
+    The model runs one token to see what each layer keeps. ValueError where a layer keeps a state that is none of
+    ``recurrent_layers``.
+    """
+
+    def __init__(self, model: Any, num_slots: int) -> None:
+        layers = recurrent_layers(model)
+        seen = _seen_cache(model)
+        others = sorted(set(seen) - {module.layer_idx for module in layers.values()})
+        if others or len(layers) != len(seen):
+            raise ValueError(
+                f"model: {type(model).__name__} keeps states in {counted(len(seen), 'layer')}, but "
+                f"{counted(len(layers), 'module')} of it take a cache of states; attncore cannot run it"
+            )
+        self.num_slots = num_slots
+        self._slots = {module: _Slots(seen[module.layer_idx], num_slots) for module in layers.values()}
+        with torch.no_grad():
+            for module, slots in self._slots.items():
+                size = model.config.get_text_config().hidden_size
+                slots.find_out(_forward_of(module), size, next(module.parameters()))
+        for module in layers.values():
+            module.forward = _ByRequest(module, _forward_of(module))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the states, bytes."""
+        return sum(slots.nbytes for slots in self._slots.values())
+
+    @contextmanager
+    def running(self, metadata: Any) -> Iterator[None]:
+        """Inside, the recurrent layers that this thread runs continue the states of the step's requests."""
+        step = _Step(self._slots, metadata)
+        before, _current.step = _current.step, step
+        try:
+            yield
+        finally:
+            _current.step = before
+
+
+def _seen_cache(model: Any) -> dict[int, Any]:
+    """The layers of the cache that the model makes of one token, by index, as far as they keep states."""
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with using_attncore(model, "eager"), torch.no_grad():
+        cache = model(input_ids=token, use_cache=True).past_key_values
+    return {
+        index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)
+    }
+
+
+class _Current(threading.local):
+    step: _Step | None = None
+
+
+class _Step:
+    """The step of a forward pass, as recurrent layers run it."""
+
+    def __init__(self, slots: dict[Any, _Slots], metadata: Any) -> None:
+        metadata = next(iter(metadata.values())) if isinstance(metadata, Mapping) else metadata
+        known = getattr(metadata, "states", None)
+        if not known:
+            raise RuntimeError(
+                "metadata: this step has no group of states, and the model has recurrent layers; make the batch with "
+                "groups=[KVCacheGroup(...), StateGroup(...)]"
+            )
+        if len(known) > 1:
+            raise ValueError(f"metadata: groups of states {', '.join(known)}; a model of transformers has one")
+        (states,) = known.values()
+        self._slots, self._num_tokens = slots, metadata.num_tokens
+        self._num_decodes = metadata.num_decode_tokens  # of one token each: more are drafts, which states refuse
+        self._decodes = states.state_slot[: self._num_decodes].long()
+        self._continues = states.has_initial_state[: self._num_decodes]
+        self._prefills: list[tuple[int, int, int, bool]] = []
+        if metadata.num_prefills:
+            starts, host = states.host.query_start_loc.tolist(), states.host
+            rows = zip(host.state_slot.tolist(), host.has_initial_state.tolist(), strict=True)
+            bounds = zip(starts, starts[1:], rows, strict=False)
+            self._prefills = [(a, b, *row) for a, b, row in list(bounds)[metadata.num_decodes :]]
+
+    def run(self, module: Any, forward: Callable[..., Tensor], tokens: Tensor, asked: dict[str, Any]) -> Tensor:
+        """The layer over the step's tokens (1, T, size): the result has the same shape, zeros behind the step's."""
+        slots = self._slots.get(module)
+        if slots is None:
+            raise RuntimeError(
+                f"{type(module).__name__}: this layer has no states in the context; make kv_caches of the same model"
+            )
+        parts = []
+        if self._num_decodes:
+            cache = slots.cache(self._of_decodes, True)
+            rows = tokens[0, : self._num_decodes, None]
+            parts.append(forward(rows, **asked, **{_CACHE: cache})[:, 0])
+            slots.write(self._decodes, cache)
+        for start, stop, slot, continues in self._prefills:
+            # A slice: the layer's code writes the state behind these tokens to the slot itself.
+            cache = slots.cache(lambda state, slot=slot: state[slot : slot + 1], continues)  # type: ignore[misc]
+            size = stop - start if slots.continues_prompts or not continues else 1
+            parts += [
+                forward(tokens[:, first : first + size], **asked, **{_CACHE: cache})[0]
+                for first in range(start, stop, size)
+            ]
+        if (behind := tokens.shape[1] - self._num_tokens) or not parts:
+            parts.append(tokens.new_zeros((behind, tokens.shape[2])))
+        return torch.cat(parts)[None]
+
+    def _of_decodes(self, state: Tensor) -> Tensor:
+        """The states of the decodes; zeros for a request that begins, whose slot may hold anything."""
+        rows = state[self._decodes]
+        return torch.where(self._continues.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+
+_current = _Current()
+
+
+class _ByRequest:
+    """In place of a recurrent layer's ``forward``: the step's requests one by one, or outside of a step the same."""
+
+    def __init__(self, module: Any, original: Callable[..., Tensor]) -> None:
+        self._module, self.original = module, original
+
+    def __call__(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **asked: Any
+    ) -> Tensor:
+        if _current.step is None:
+            return self.original(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **asked)
+        return _current.step.run(self._module, self.original, hidden_states, asked)
