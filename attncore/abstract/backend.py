@@ -189,14 +189,16 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     def check_metadata(self, metadata: AttentionMetadata) -> None:
         """ValueError that names a field which ``metadata`` lacks and the spec declares as read (``host_needs``,
-        ``device_needs``).
+        ``device_needs``), and for decodes of several tokens on a rank of context parallelism.
 
         For steps that no builder made: an engine calls it for the metadata of its own, once for each kind of step, and
         ``metadata_from_fields`` calls it. A builder's steps have every field.
         """
         from attncore.builder.needed_fields import check_needed_fields
+        from attncore.builder.rank_drafts import refuse_rank_drafts
 
         check_needed_fields(metadata, self)
+        refuse_rank_drafts(metadata, self)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Called by the core once a step, after the host arrays are built and before the first layer.
@@ -305,10 +307,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """Copy blocks from one cache to another, or the same, perhaps on another device: ``src_to_dst`` is (n, 2) of
         block ids, all read before any is written.
 
-        Either cache may be whole, or a pair. Of one tensor whole blocks are copied, else what ``kv_cache_views`` shows:
-        a vendor whose tensors hold more overrides it. ValueError naming the argument, before anything is written, for
-        pairs that are none, or lie outside the caches (unless they are on a device, which is not waited for), and for a
-        cache that cannot be written to.
+        Either cache may be whole, or a pair. Of two tensors whole blocks are copied, else what ``kv_cache_views``
+        shows: a vendor whose tensors hold more overrides it. ValueError naming the argument, before anything is
+        written, for a cache that holds more than those views, for pairs that are none, or lie outside the caches
+        (unless they are on a device, which is not waited for), and for a cache that cannot be written to.
         """
         axis, parts, pairs = self._copies(src_kv_cache, dst_kv_cache, src_to_dst)
         for source, target in parts:
@@ -326,6 +328,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
             axis, parts = self.kv_cache_block_axis(), [(src_kv_cache, dst_kv_cache)]
         else:
             views = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
+            for name, kv_cache, shown in zip(
+                ("src_kv_cache", "dst_kv_cache"), (src_kv_cache, dst_kv_cache), views, strict=True
+            ):
+                self._check_nothing_beside(name, kv_cache, shown)
             axis, parts = 0, list(zip(*views, strict=True))
         for source, target in parts:
             check_strided("src_kv_cache", source)
@@ -340,6 +346,22 @@ class AttentionBackend(FirstGenerationNames, ABC):
         # torch indexes no fp8
         bytes_of = [[part.view(torch.uint8) if part.element_size() == 1 else part for part in pair] for pair in parts]
         return axis, bytes_of, pairs
+
+    def _check_nothing_beside(self, name: str, kv_cache: Any, views: tuple[Tensor, Tensor]) -> None:
+        """ValueError where a cache holds more than its views, by which alone blocks would be copied."""
+        import torch
+
+        whole = isinstance(kv_cache, torch.Tensor)
+        if not whole and type(self).swap_blocks is not AttentionBackend.swap_blocks:
+            return  # what its tensors hold beside is copied by the class
+        parts = (kv_cache,) if whole else kv_cache
+        held, shown = (sum(part.numel() * part.element_size() for part in some) for some in (parts, views))
+        if held > shown:
+            raise ValueError(
+                f"{name}: holds {held} bytes, of which kv_cache_views shows {shown} as keys and values; blocks of it "
+                f"are not copied by these views alone: give two whole caches of one tensor each, or override "
+                f"swap_blocks in {type(self).__name__}"
+            )
 
     def kv_cache_block_axis(self) -> int:
         """The axis of the cache that counts blocks."""

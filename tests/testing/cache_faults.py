@@ -32,6 +32,19 @@ class Backend(ReferenceBackend):
 """
 """A cache of 8 bits that one of the methods writes without a limit."""
 FP8 = "kv_cache_dtypes={'fp8_e4m3', 'fp8_e5m2'}, features=set()"
+READ_WITH = """
+made = Impl.__init__
+def init(self, backend, layer_name, **features):
+    made(self, backend, layer_name, **features)
+    backend.last = self
+Impl.__init__ = init
+def written(self, *args, **kwargs):
+    requests, step = super(Impl, self)._written(*args, **kwargs)
+    return requests, step._replace({scale}={number})
+Impl._written = written
+"""
+"""A cache that is read with another scale than it was written with."""
+SCALED = "kv_cache_dtypes={'fp8_e4m3', 'fp8_e5m2'}, features={'kv_scales'}"
 
 CACHE_FAULTS = (
     Fault(
@@ -110,6 +123,25 @@ return answer
 answer = whole(query, key, value, kv_cache, metadata, output)
 if len(query) > 2:
     kv_cache[0, 0, 0] = 1
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "keeps_a_token_by_its_largest_number",
+        "test_prefill",
+        "a token whose key and value are all 1 and one whose are all 2 look alike there",
+        """
+def write_cache(self, key, value, kv_cache, metadata):
+    whole = super(Impl, self).write_cache
+    whole(key / key.abs().amax(-1, True), value / value.abs().amax(-1, True), kv_cache, metadata)
+Impl.write_cache = write_cache
+"""
+        + forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if write:
+    self.write_cache(key, value, kv_cache, metadata)
 return answer
 """
         ),
@@ -195,5 +227,61 @@ Backend.swap_blocks = swap_blocks
         "write_cache wrote inf to the fp8_e5m2 cache for a key of 65000",
         CONVERTED_ALONE.format(method="write_cache"),
         FP8,
+    ),
+    Fault(
+        "k_scale_of_another_layer_e4m3",
+        "test_rounding_of_an_fp8_cache[fp8_e4m3]",
+        "more than a cache of fp8_e4m3 rounds keys and values",
+        READ_WITH.format(scale="k_scale", number="self.backend.last.k_scale"),
+        SCALED,
+    ),
+    Fault(
+        "k_scale_applied_twice_e4m3",
+        "test_rounding_of_an_fp8_cache[fp8_e4m3]",
+        "more than a cache of fp8_e4m3 rounds keys and values",
+        READ_WITH.format(scale="k_scale", number="self.k_scale ** 2"),
+        SCALED,
+    ),
+    Fault(
+        "v_scale_of_another_layer_e4m3",
+        "test_rounding_of_an_fp8_cache[fp8_e4m3]",
+        "more than a cache of fp8_e4m3 rounds keys and values",
+        READ_WITH.format(scale="v_scale", number="self.backend.last.v_scale"),
+        SCALED,
+    ),
+    Fault(
+        "v_scale_applied_twice_e4m3",
+        "test_rounding_of_an_fp8_cache[fp8_e4m3]",
+        "more than a cache of fp8_e4m3 rounds keys and values",
+        READ_WITH.format(scale="v_scale", number="self.v_scale ** 2"),
+        SCALED,
+    ),
+    Fault(
+        "k_scale_of_another_layer_e5m2",
+        "test_rounding_of_an_fp8_cache[fp8_e5m2]",
+        "more than a cache of fp8_e5m2 rounds keys and values",
+        READ_WITH.format(scale="k_scale", number="self.backend.last.k_scale"),
+        SCALED,
+    ),
+    Fault(
+        "k_scale_applied_twice_e5m2",
+        "test_rounding_of_an_fp8_cache[fp8_e5m2]",
+        "more than a cache of fp8_e5m2 rounds keys and values",
+        READ_WITH.format(scale="k_scale", number="self.k_scale ** 2"),
+        SCALED,
+    ),
+    Fault(
+        "v_scale_of_another_layer_e5m2",
+        "test_rounding_of_an_fp8_cache[fp8_e5m2]",
+        "more than a cache of fp8_e5m2 rounds keys and values",
+        READ_WITH.format(scale="v_scale", number="self.backend.last.v_scale"),
+        SCALED,
+    ),
+    Fault(
+        "v_scale_applied_twice_e5m2",
+        "test_rounding_of_an_fp8_cache[fp8_e5m2]",
+        "more than a cache of fp8_e5m2 rounds keys and values",
+        READ_WITH.format(scale="v_scale", number="self.v_scale ** 2"),
+        SCALED,
     ),
 )

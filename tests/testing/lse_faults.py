@@ -52,7 +52,7 @@ return answer, lse
     Fault(
         "lse_with_another_output",
         "test_log_sum_exp_with_the_output_where_it_is_asked",
-        "returned another tensor",
+        "forward_with_lse was given an output and returned another tensor: it ignores its argument output",
         with_lse("return whole(query, key, value, kv_cache, metadata)"),
         LSE,
     ),

@@ -60,4 +60,18 @@ Backend.__init__ = init
         FACTS,
         LIGHT,
     ),
+    Fault(
+        "a_bound_in_check_alone",
+        "test_values_that_check_refuses_are_refused_by_create",
+        "option splits=-1: check refuses it (splits below 1 make no part), and Choice.create(options=...) takes it",
+        "",
+        "options={'splits': Option(int, 'how many', default=4)}, check=check",
+        """
+from attncore import Option
+
+def check(request, host):
+    if request.options.get("a_bound_in_check_alone", {}).get("splits", 4) < 1:
+        yield "splits below 1 make no part"
+""",
+    ),
 )

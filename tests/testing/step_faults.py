@@ -6,7 +6,7 @@ STEP_FAULTS = (
     Fault(
         "ignores_output",
         "test_the_layer_as_a_torch_operator[False]",
-        "gave another output",
+        "it ignores its argument output, which is to be filled where it lies, and returned",
         forward("return whole(query, key, value, kv_cache, metadata)"),
     ),
     Fault(
@@ -93,7 +93,10 @@ return output
         "wrong_with_more_than_16_decodes",
         "test_many_requests_in_a_step",
         "decode of 1 after",
-        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.num_decodes > 16))"),
+        forward(
+            "wrong = metadata.num_decodes > 16 and not metadata.num_prefills\n"
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)"
+        ),
     ),
     Fault(
         "keeps_lengths",
@@ -132,8 +135,14 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "other_output",
         "test_output_is_written_where_it_is_asked",
-        "",
+        "it ignores its argument output, which is to be filled where it lies, and returned",
         forward("return whole(query, key, value, kv_cache, metadata)"),
+    ),
+    Fault(
+        "returns_the_output_as_it_was",
+        "test_output_is_written_where_it_is_asked",
+        "forward returned the output that it was given, and wrote nothing to it",
+        forward("found = whole(query, key, value, kv_cache, metadata)\nreturn found if output is None else output"),
     ),
     Fault(
         "float_output",
@@ -222,5 +231,43 @@ if metadata.builder is not None:
 return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
+    ),
+    Fault(
+        "queries_rounded_by_the_largest_of_the_step",
+        "test_a_graph_batch_of_the_persistent_builder[1]",
+        "as rows of padding do in query, key and value",
+        forward("""
+largest = query.abs().max()
+return whole(query / largest * largest, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "the_mean_value_of_a_padded_step",
+        "test_padded_tokens_change_no_block[5]",
+        "as rows of padding do in query, key and value",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+return answer + 0 * value.mean() if metadata.num_prefills else answer
+"""),
+    ),
+    Fault(
+        "padded_rows_reach_a_graphs_rows",
+        "test_captured_sizes_over_changing_batches[1]",
+        "as rows of padding do in query, key and value",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+return answer + 0 * key.sum() if metadata.use_cuda_graph and metadata.host.seq_lens.any() else answer
+"""),
+    ),
+    Fault(
+        "a_graph_reads_the_row_behind_the_last_key",
+        "test_captured_sizes_over_changing_batches[1]",
+        "an unused row of a last page",
+        forward("""
+answer, lens, size = whole(query, key, value, kv_cache, metadata, output), metadata.host.seq_lens, kv_cache.shape[2]
+if metadata.use_cuda_graph and lens.any() and lens[0] % size:
+    answer += 0 * kv_cache[:, int(metadata.host.block_table[0, lens[0] // size]), lens[0] % size].sum()
+return answer
+"""),
     ),
 )

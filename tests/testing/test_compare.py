@@ -20,7 +20,9 @@ CONFIG = SimpleNamespace(
 
 
 def compared(found, wanted, v_scale):
-    engine = SimpleNamespace(config=CONFIG, tolerance=0.08, junk=7.0, features={"scale": 1.0, "v_scale": v_scale})
+    engine = SimpleNamespace(
+        config=CONFIG, tolerance=0.08, junk=7.0, has_padding=False, features={"scale": 1.0, "v_scale": v_scale}
+    )
     tensors = (torch.tensor(one).view(1, 1, 2) for one in (found, wanted))
     answer, expected = tensors
     return compare(answer, [expected], [StepRequest("a", 1, 0)], engine)

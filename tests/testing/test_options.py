@@ -54,3 +54,44 @@ def test_a_value_that_takes_larger_blocks_alone_is_tried_with_them(plant):
     assert code == 1
     assert found[0][1].startswith("with option kernel=b: ")
     assert "block size 64" in found[0][1]
+
+
+NUMBER = "options={'splits': Option(int, 'how many', default=4)}, check=check"
+TOO_FEW = """
+def check(request, host):
+    if request.options.get({name!r}, {{}}).get("splits", 4) < 1:
+        yield "splits below 1 make no part"
+"""
+INIT = """
+def init(self, config):
+    if config.options.get("splits", 4) < 1:
+        raise {error}
+    super(Backend, self).__init__(config)
+Backend.__init__ = init
+"""
+REFUSED = "option splits=-1: check refuses it (splits below 1 make no part), and Choice.create(options=...) "
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ValueError('options: splits has to be 1 or more')", None),
+        ("ValueError('splits has to be 1 or more')", "by an error that does not begin with options and name it"),
+        ("ValueError('options: has to be 1 or more')", "by an error that does not begin with options and name it"),
+        ("KeyError('splits')", "by another error than a ValueError: KeyError"),
+        ("", "takes it: create does not ask check, so the class refuses it, too"),
+    ],
+)
+def test_what_check_refuses_is_refused_by_create(plant, error, said):
+    name = "splits"
+    plant(name, INIT.format(error=error) if error else "", NUMBER, LIGHT + TOO_FEW.format(name=name))
+    code, report = run(name, "test_values_that_check_refuses")
+    (one,) = report.results
+    assert (code, one.outcome) == ((0, "passed") if said is None else (1, "failed"))
+    assert said is None or one.reason.startswith(REFUSED + said)
+
+
+def test_a_check_that_refuses_no_option_has_nothing_to_try(plant):
+    plant("lenient", "", NUMBER, LIGHT + TOO_FEW.format(name="another"))
+    code, report = run("lenient", "test_values_that_check_refuses")
+    assert (code, [one.outcome for one in report.results]) == (0, ["nothing to check"])

@@ -61,6 +61,44 @@ def test_latent_attention_alone_passes(site):
     assert found["value head size"] == "unsupported"
 
 
+VARIANTS = (
+    "features={'lse'}, cuda_graph='never', variants=(Variant('heads'), Variant('rows', use_mla=True, mla_only=True, "
+    "head_sizes={24}, head_size_v={16}, max_group_size=16))"
+)
+WRITES_PADDING = """
+def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+    if self.backend.config.use_mla and write:
+        metadata = changed(metadata, slot_mapping=np.maximum(metadata.host.slot_mapping, 0))
+    return ReferenceImpl.forward(self, query, key, value, kv_cache, metadata, output, write=write)
+
+Impl.forward = forward
+"""
+
+
+def plant_variants(site, name, code=""):
+    light = LIGHT.replace("MultipleOf, hookimpl", "MultipleOf, Variant, hookimpl")
+    site.plugin(name, light.format(name=name, facts=f"dict({VARIANTS})"), heavy=HEAVY + code)
+
+
+def test_latent_rows_are_of_the_variant_that_declares_them(site):
+    plant_variants(site, "kinds")
+    _, report = conformance("kinds", settings="EXAMPLES = 4\n", options=(*QUIET, "-k", "latent"))
+    assert states(report) == {"latent attention": "supported"}
+    _, report = conformance(
+        "kinds",
+        settings="USE_MLA = True\nEXAMPLES = 4\n",
+        options=(*QUIET, "-k", "test_decode and not several or value_head"),
+    )
+    assert report.title == "kinds over latent caches"
+    assert states(report) == {"decode": "supported", "value head size": "unsupported"}
+
+
+def test_a_latent_variant_that_writes_padding_is_found(site):
+    plant_variants(site, "kinds", WRITES_PADDING)
+    _, report = conformance("kinds", options=(*QUIET, "-k", "latent_padding or test_padded_tokens"))
+    assert states(report) == {"padding": "supported", "latent attention": "failed"}
+
+
 def test_latent_backends_are_compared_with_the_reference(site):
     plant(site, "latent", LATENT_ONLY)
     asked = {"num_heads": 8, "num_kv_heads": 1, "head_size": 40, "head_size_v": 16, "use_mla": True, "dtype": "float32"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
+import torch
 
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, MakeCache, as_bytes, pair_of_views
@@ -10,6 +13,9 @@ from attncore.testing.engines.run_batches import run_around_a_block, run_with_a_
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
 
 __all__ = [
     "test_a_pair_of_views",
@@ -36,7 +42,8 @@ def test_a_pair_of_views(attncore_subject: Subject, form: str) -> None:
 @covers("strided_kv_cache")
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: str) -> None:
-    """``copy_blocks`` of a pair, and ``swap_blocks`` between a pair and a cache of the backend's own."""
+    """``copy_blocks`` of a pair, and ``swap_blocks`` between a pair and a cache of the backend's own, which may be
+    refused where that holds more than the pair."""
     attncore_subject.require("strided_kv_cache")
     attncore_subject.require_phase("decode")
     backend = attncore_subject.backend(strided_kv_cache=True)
@@ -45,7 +52,12 @@ def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: s
     engine.add("a", engine.block_size + 1)
     engine.fill({"a": engine.block_size})
     elsewhere, block = backend.allocate_kv_cache(3), engine.batch.block_ids("a")[0]
-    backend.swap_blocks(engine.kv_cache, elsewhere, [(block, 1)])
+    try:
+        backend.swap_blocks(engine.kv_cache, elsewhere, [(block, 1)])
+    except ValueError as error:
+        if not (str(error).startswith("dst_kv_cache") and _holds_more_than_views(backend, elsewhere)):
+            raise
+        return
     before = engine.cache_view.snapshot()
     for part in backend.kv_cache_views(engine.kv_cache):
         part[block] = 0
@@ -53,6 +65,12 @@ def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: s
     if any(not new.equal(old) for new, old in zip(engine.cache_view.snapshot(), before, strict=True)):
         raise ConformanceError(f"a block of a pair of views ({form}), swapped out and in again, is another")
     engine.step({"a": 1})
+
+
+def _holds_more_than_views(backend: AttentionBackend, kv_cache: Any) -> bool:
+    parts = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else kv_cache
+    held, shown = (sum(part.nbytes for part in some) for some in (parts, backend.kv_cache_views(kv_cache)))
+    return bool(held > shown)
 
 
 @covers("cache {kv_cache_dtype}")

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 
+import pytest
+import torch
+
 from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.cache_view import CacheView
+from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_long_engine import CapturedLongEngine
+from attncore.testing.engines.engine import FP8, Engine
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
     run_drawn_batches,
@@ -18,32 +24,57 @@ from attncore.testing.harness.errors import ConformanceError, UnsupportedError, 
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
+    "test_latent_attention_over_long_contexts",
     "test_latent_attention_over_random_batches",
     "test_latent_attention_reads_only_its_own",
     "test_latent_blocks_are_copied",
+    "test_latent_caches_in_fp8",
+    "test_latent_captured_sizes_over_changing_batches",
+    "test_latent_captured_sizes_over_changing_lengths",
+    "test_latent_log_sum_exp",
+    "test_latent_padding_changes_no_block",
     "test_sizes_of_a_value_head",
     "test_the_latent_cache_holds_a_row_a_token",
 ]
 MOST = 256  # of a value head's sizes
+CONTEXTS = {"long": 2049, "longer": 4001, "short": 3}
+DRAFTS = 2
 
 
 def _latent(subject: Subject) -> AttentionBackend:
-    if not subject.form.use_mla:
-        raise UnsupportedError("its spec does not declare use_mla")
-    return subject.backend(use_mla=True)
+    return subject.latent.backend(use_mla=True)
+
+
+def _beside(subject: Subject) -> Subject:
+    """The subject with latent caches, for what other rows try with plain ones; UnsupportedError where theirs are
+    latent."""
+    if subject.latent is subject:
+        raise UnsupportedError("its other rows run with latent caches")
+    return subject.latent
+
+
+def _captured(subject: Subject, tokens: int) -> Subject:
+    """The same, where it captures decodes of so many tokens."""
+    latent = _beside(subject)
+    latent.require_graphs("prefill", "decode")
+    if tokens > 1:
+        latent.require("multi_token_decode")
+        if latent.form.cuda_graph == "uniform_decode":
+            raise UnsupportedError("its spec declares graphs of decodes of one token only")
+    return latent
 
 
 @covers("latent attention")
 def test_latent_attention_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
     """Mixed batches: every query head reads the one latent row of a token, values are its first columns."""
-    run_drawn_batches(attncore_subject, _latent(attncore_subject), attncore_examples)
+    run_drawn_batches(attncore_subject.latent, _latent(attncore_subject), attncore_examples)
 
 
 @covers("latent attention")
 def test_latent_attention_reads_only_its_own(attncore_subject: Subject) -> None:
     """NaN in all that no token owns (unused rows of last pages too, unless the spec declares ``finite_tail``)."""
     backend = _latent(attncore_subject)
-    run_around_a_block(attncore_subject, backend, junk=math.nan)
+    run_around_a_block(attncore_subject.latent, backend, junk=math.nan)
 
 
 @covers("latent attention")
@@ -59,8 +90,83 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
 @covers("latent attention")
 def test_latent_blocks_are_copied(attncore_subject: Subject) -> None:
     """A request whose block was copied and replaced goes on with the copy."""
-    attncore_subject.require_phase("decode")
+    attncore_subject.latent.require_phase("decode")
     run_with_a_copied_block(_latent(attncore_subject))
+
+
+@covers("latent attention")
+def test_latent_attention_over_long_contexts(attncore_subject: Subject) -> None:
+    """Decodes after 2,049 and 4,001 tokens beside one after 3, one alone, several tokens of each, a chunk."""
+    subject = _beside(attncore_subject)
+    subject.require_phase("prefill", "decode")
+    backend = subject.backend(use_mla=True, num_heads=2)
+    blocks = sum(-(-(context + 24) // backend.config.block_size) for context in CONTEXTS.values())
+    engine = Engine(backend, num_blocks=blocks + 8)
+    for name, context in CONTEXTS.items():
+        engine.add(name, context + 24)
+        engine.fill({name: context})
+    engine.step(dict.fromkeys(CONTEXTS, 1))
+    engine.step({"longer": 1})
+    engine.step(dict.fromkeys(CONTEXTS, 1 + DRAFTS))
+    engine.step({"longer": 17, "long": 1})
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_latent_padding_changes_no_block(attncore_subject: Subject, tokens: int) -> None:
+    """Requests own the whole pool, every slot but one holds a token, and padding has the slot -1: that one changes."""
+    subject = _beside(attncore_subject)
+    subject.require_phase("prefill", "decode")
+    engine = Engine(subject.backend(use_mla=True), num_blocks=4)
+    size = engine.block_size
+    engine.free.sort()
+    engine.add("a", 2 * size)
+    engine.add("b", size)
+    engine.fill({"a": 2 * size, "b": size - 1})
+    engine.step({"b": 1}, pad_tokens=tokens)
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("tokens", [1, 1 + DRAFTS])
+def test_latent_captured_sizes_over_changing_batches(
+    attncore_subject: Subject, attncore_captured_steps: int, tokens: int
+) -> None:
+    """Decodes of one token, and of drafts beside it, padded to captured sizes; junk in what padding has for keys."""
+    engine = CapturedEngine(_captured(attncore_subject, tokens).backend(use_mla=True), tokens)
+    for _ in range(attncore_captured_steps):
+        engine.change()
+        engine.replayed()
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("tokens", [1, 1 + DRAFTS])
+def test_latent_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens: int) -> None:
+    """Rows that grow and shrink between 2 and 3,000 tokens from replay to replay: an older plan is wrong."""
+    CapturedLongEngine(_captured(attncore_subject, tokens).backend(use_mla=True, num_heads=2), tokens).run()
+
+
+@covers("latent attention")
+def test_latent_log_sum_exp(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Natural logarithms, float32, of every token of mixed batches."""
+    subject = _beside(attncore_subject)
+    subject.require("lse")
+    run_drawn_batches(subject, subject.backend(use_mla=True), attncore_examples, with_lse=True)
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_latent_caches_in_fp8(attncore_subject: Subject, kind: str) -> None:
+    """k_scale is the scale of the values, too: as a number, and as a tensor on the device."""
+    subject = attncore_subject.latent
+    subject.require("kv_scales" if kind == "number" else "kv_scales_on_device")
+    declared = [dtype for dtype in FP8 if dtype in subject.form.kv_cache_dtypes]
+    if not declared:
+        raise UnsupportedError("its spec declares no fp8 cache")
+    for dtype in declared:
+        backend = subject.backend(use_mla=True, kv_cache_dtype=dtype)
+        scale = 4.0 if kind == "number" else torch.tensor([4.0])
+        given = {"k_scale": scale, "v_scale": scale, "scale": backend.config.head_size**-0.5 / 4}
+        run_around_a_block(subject, backend, **given)
 
 
 @covers("value head size")

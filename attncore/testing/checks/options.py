@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from attncore.quoted import quoted
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.reading_engine import ReadingEngine
@@ -20,10 +21,14 @@ from attncore.testing.harness.errors import (
 )
 from attncore.testing.harness.subject import Subject
 
-__all__ = ["test_each_value_of_each_option"]
+__all__ = ["test_each_value_of_each_option", "test_values_that_check_refuses_are_refused_by_create"]
 MOST = 64
 """Values that are tried."""
 CAPTURED_STEPS = 4
+ODD: Mapping[type, tuple[Any, ...]] = {
+    int: (-1, 0, 1, 3, 2**31, 2**40), float: (-1.0, 0.0, 1e30), str: ("", "no such value"),
+}  # fmt: skip
+"""Values of options without choices that a check may well refuse."""
 SHARING, PREFIX = 9, 256
 """Requests that share a prefix, and its tokens: as many as the usual rule of two passes (CascadeRule) asks for."""
 
@@ -53,6 +58,37 @@ def test_each_value_of_each_option(attncore_subject: Subject) -> None:
             raise ConformanceError(f"with option {name}={value}: {said}", size) from error
     if len(refused) == len(values):
         raise UnsupportedError("; ".join(refused))
+
+
+@covers("options", apart=True)
+def test_values_that_check_refuses_are_refused_by_create(attncore_subject: Subject) -> None:
+    """What the spec's ``check`` refuses in a request is refused by ``Choice.create(options=...)``, too, which does not
+    ask ``check``: by the class, with a ValueError that begins with ``options`` and names the option."""
+    if attncore_subject.options:
+        raise NothingToRefuseError("the options are given")
+    choice = attncore_subject.choice()
+    tried = 0
+    for name, option in choice.spec.options.items():
+        for value in (*option.choices, *((False, True) if option.type is bool else ODD.get(option.type, ())))[:MOST]:
+            why = None if option.problem(value) else attncore_subject.refused_by_check({name: value})
+            if why is None:
+                continue
+            tried += 1
+            given = f"option {name}={quoted(value)}: check refuses it ({why}), and Choice.create(options=...)"
+            try:
+                choice.create(attncore_subject.device, {name: value})
+            except ValueError as error:
+                said = text_of(error)
+                if not said.startswith("options") or name not in said:
+                    raise ConformanceError(
+                        f"{given} by an error that does not begin with options and name it: {said}"
+                    ) from error
+            except Exception as error:
+                raise ConformanceError(f"{given} by another error than a ValueError: {told(error)}") from error
+            else:
+                raise ConformanceError(f"{given} takes it: create does not ask check, so the class refuses it, too")
+    if not tried:
+        raise NothingToRefuseError("its check refuses no value of an option")
 
 
 def _values(subject: Subject) -> Iterator[tuple[str, Any]]:

@@ -20,10 +20,15 @@ __all__ = [
 @covers("padding")
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_padded_tokens_change_no_block(attncore_subject: Subject, tokens: int) -> None:
-    """Tokens of padding have slot -1 and garbage for keys: no block that a request may own changes."""
+    """Tokens of padding have slot -1 and NaN for queries, keys and values: no block that a request may own changes, and
+    no number of a request is NaN."""
     engine = Engine(attncore_subject.backend())
-    engine.add("a", 2 * engine.block_size)
-    engine.fill({"a": engine.block_size})
+    size = engine.block_size
+    engine.add("a", 2 * size)
+    if "prefill" in engine.phases and not engine.finite_tail:
+        engine.step({"a": size}, pad_tokens=tokens)
+    else:
+        engine.fill({"a": size})
     engine.step({"a": 1}, pad_tokens=tokens)
     engine.step({"a": 1}, pad_tokens=tokens)
 

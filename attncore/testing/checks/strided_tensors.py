@@ -43,7 +43,10 @@ def test_strided_tensors(attncore_subject: Subject, layout: str) -> None:
         before = whole.clone()
         answer = forward(given[0], given[1], None if value is None else given[2], kv_cache, metadata, output)
         if answer.data_ptr() != output.data_ptr() or answer.stride() != output.stride():
-            raise ConformanceError("forward was given a strided output and returned another tensor")
+            raise ConformanceError(
+                "forward was given a strided output and returned another tensor: it ignores its argument output, or "
+                "that it is strided"
+            )
         result = output.clone()
         output.copy_(blank)
         if differs(whole.cpu(), before.cpu()):

@@ -16,6 +16,11 @@ from attncore.testing.harness.errors import ConformanceError
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
 
+WHERE = "are slots written as block * block_size + offset?"
+ALIKE = (
+    "a token whose key and value are all 1 and one whose are all 2 look alike there, and count as the first. A cache "
+    "that keeps tokens scaled by a number of their own (int8, int4) is outside the contract; of 8 bits it has fp8 alone"
+)
 _known: dict[int, list[Tensor]] = {}  # by id(backend), as long as the backend lives: it need not be hashable
 
 
@@ -36,11 +41,11 @@ def slot_owners(backend: AttentionBackend) -> list[Tensor]:
         for found, part, ones in zip(owners, image, base, strict=True):
             found[(part != ones) & (found >= 0)] += 1 << bit
     for found in owners:
-        counts = torch.bincount(found[found >= 0].flatten(), minlength=size)
-        if len(counts) != size or len(set(counts.tolist())) != 1:
+        counts = torch.bincount(found[found >= 0].flatten(), minlength=size).tolist()
+        if len(counts) != size or len(set(counts)) != 1:
             raise ConformanceError(
-                f"a prompt of exactly one block left {counts.tolist()} elements for the tokens of its block; every "
-                "token must own as many: are slots written as block * block_size + offset?"
+                f"a prompt of exactly one block left elements for the tokens of its block, {counts} of them; every "
+                f"token must own as many: {ALIKE if counts[0] > max(counts[1:], default=0) else WHERE}"
             )
     if not any((found >= 0).any() for found in owners):
         raise ConformanceError("a prompt of exactly one block wrote nothing to its block: forward must write the cache")

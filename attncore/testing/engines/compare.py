@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 class Compared(Protocol):
     """What the comparison reads of an engine: its backend's configuration, the layer's features, how far an output may
-    be off, and what stands in the slots that no request owns.
+    be off, what stands in the slots that no request owns, and whether tensors of the step had rows of padding.
     """
 
     config: BackendConfig
     features: dict[str, Any]
     tolerance: float
     junk: float
+    has_padding: bool
 
 
 class StepRequest(NamedTuple):
@@ -90,9 +91,10 @@ def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepReques
     wrong = ~lse_is(there, wanted, engine)
     if wrong.any():
         token, head = (int(i) for i in wrong.nonzero()[0])
+        kind = "natural, a sink included" if engine.features.get("sinks") is not None else "natural"
         raise ConformanceError(
-            f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} (natural, "
-            f"a sink included), for token {token} of the step, head {head} [{'; '.join(map(str, requests))}]"
+            f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} ({kind}), "
+            f"for token {token} of the step, head {head} [{'; '.join(map(str, requests))}]"
         )
 
 
@@ -119,13 +121,15 @@ def _sentence(
     batch = "; ".join(map(str, requests))
     if found.isnan().any():
         token, head = (int(i) for i in found.isnan().any(dim=2).nonzero()[0])
-        why = (
-            "the output holds NaN"
-            if not np.isnan(engine.junk)
-            else "the output holds NaN: it read a slot that holds no token of the request: a block without an owner, "
-            "an unused row of a last page (a kernel that multiplies it by 0 declares finite_tail), or a block that a "
-            "window has passed (finite_passed_blocks)"
-        )
+        why = "the output holds NaN"
+        if np.isnan(engine.junk):
+            why += (
+                ": it read a slot that holds no token of the request: a block without an owner, an unused row of a "
+                "last page (a kernel that multiplies it by 0 declares finite_tail), or a block that a window has "
+                "passed (finite_passed_blocks)"
+            )
+        elif engine.has_padding:
+            why += ", as rows of padding do in query, key and value: they must not reach a request's"
     else:
         excess = (found - wanted).abs().amax(dim=2)
         token, head = (int(i) for i in (excess == excess.max()).nonzero()[0])
@@ -134,8 +138,23 @@ def _sentence(
     return f"{why} {where} [{setting}] [{batch}]"
 
 
-def compare_cache(view: CacheView, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
-    """ConformanceError unless the step changed the tokens of ``slots`` (none is -1) and no other."""
+def check_output(returned: Any, output: Tensor, method: str = "forward") -> None:
+    """ConformanceError unless a layer returned the ``output``, NaN before, that it was given, and filled it."""
+    if not isinstance(returned, Tensor) or (returned.data_ptr(), returned.stride()) != (
+        output.data_ptr(),
+        output.stride(),
+    ):
+        raise ConformanceError(
+            f"{method} was given an output and returned another tensor: it ignores its argument output, which is to be "
+            "filled where it lies, and returned"
+        )
+    if output.numel() and bool(output.isnan().all()):
+        raise ConformanceError(f"{method} returned the output that it was given, and wrote nothing to it")
+
+
+def compare_cache(view: CacheView, before: list[Tensor], slots: npt.NDArray[np.int64], *, masked: bool = False) -> None:
+    """ConformanceError unless the step changed the tokens of ``slots`` (none is -1) and no other. ``masked``: it has
+    tokens of padding, or slots of -1."""
     changed, stray = view.changed(before)
     allowed = np.zeros_like(changed)
     allowed[slots // view.block_size, slots % view.block_size] = True
@@ -149,9 +168,10 @@ def compare_cache(view: CacheView, before: list[Tensor], slots: npt.NDArray[np.i
     wrong = np.argwhere(changed & ~allowed)
     if len(wrong):
         block, offset = (int(i) for i in wrong[0])
+        why = ": a slot of -1, or a token of padding, writes nothing" if masked else ""
         raise ConformanceError(
             f"forward changed block {block}, offset {offset} (slot {block * view.block_size + offset}), which is not "
-            "in slot_mapping: a slot of -1, or a token of padding, writes nothing"
+            f"in slot_mapping{why}"
         )
     if stray:
         raise ConformanceError("forward changed elements of the cache that belong to no slot")

@@ -107,6 +107,7 @@ class CrossEngine(Engine):
         num_queries = max(sum(count for _, count in queries), metadata.num_tokens)
         query = self.drawn.draw(num_queries + extra, "query")
         key, value = self.drawn.draw(new_starts[-1], "key"), self.drawn.draw(new_starts[-1], "value")
+        self.fill_padding([query], sum(count for _, count in queries))
         expected: list[tuple[Tensor, Tensor]] = []
         requests: list[StepRequest] = []
         start = 0

@@ -6,6 +6,7 @@ the step may change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 MOST_LONGEST = 64  # a step has room for so many requests of the greatest length
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-PADDING = -5.0  # not JUNK, so that a write of padding to a slot that holds no token shows
+PADDING = -5.0  # of rows of padding where the junk is NaN: a write of it to a slot that holds no token shows
 OF_GROUPS = (
     "; the step is the list builder's (metadata.from_groups): prompts come first, plain prompts have no table, and "
     "decodes behind a window a table and lengths of the window alone"
@@ -48,7 +49,8 @@ class Engine(Requests):
     ``features`` are what ``backend.impl`` takes (the scale has a default). Before every step, all slots that no request
     owns are filled with ``junk``, and so are unused slots of last blocks unless the spec says ``finite_tail``. Keys and
     values lie on a grid of numbers that any cache holds exactly (``grid``; by default where the cache has a dtype of
-    its own). With ``with_lse`` the layer is asked for its log-sum-exp, too. ``cache`` makes the layer's cache.
+    its own). Rows of query, key and value beyond the tokens of requests hold NaN, or PADDING where the junk is NaN.
+    With ``with_lse`` the layer is asked for its log-sum-exp, too. ``cache`` makes the layer's cache.
 
     A new engine makes the backend forget the layers of the engines before it, so that plans are made for its own.
     """
@@ -80,6 +82,7 @@ class Engine(Requests):
         super().__init__(num_blocks, config.block_size, self.random, no_tokens)
         self.kv_cache, self.cache_view, self._check_memory = cache(backend, num_blocks)
         self.junk, self.with_lse = junk, with_lse
+        self.has_padding = False  # whether tensors of the last step had rows of padding
         self.lse: Tensor | None = None  # of the last call
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
@@ -168,9 +171,7 @@ class Engine(Requests):
         ``slots`` are what is written: the host's, unless those of the device differ.
         """
         tensors = self.drawn.query_key_value(len(metadata.host.slot_mapping) + extra)
-        if not self.finite_tail:
-            for tensor in tensors:  # an engine hands over anything for padding
-                tensor[sum(one.tokens for one in requests) :] = PADDING if self.junk == self.junk else self.junk
+        self.fill_padding(tensors, sum(one.tokens for one in requests))
         expected = self.expected(tensors, requests)
         answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping if slots is None else slots)
         if not profiling:
@@ -231,8 +232,9 @@ class Engine(Requests):
     def check_cache(self, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
         """ConformanceError unless the cache changed since ``before`` at ``slots`` (-1 apart), which are now written."""
         self._check_memory()
+        masked = self.has_padding or bool((slots < 0).any())
         slots = slots[slots >= 0]
-        compare_cache(self.cache_view, before, slots)
+        compare_cache(self.cache_view, before, slots, masked=masked)
         self.written[slots // self.block_size, slots % self.block_size] = True
 
     def compare(
@@ -274,6 +276,14 @@ class Engine(Requests):
         """Copies of tensors on the backend's device, in its dtype."""
         dtype = getattr(torch, self.config.dtype)
         return [tensor.to(self.config.device, dtype, copy=True) for tensor in tensors]
+
+    def fill_padding(self, tensors: Iterable[Tensor], tokens: int) -> None:
+        """Fill the rows of tensors behind the first ``tokens``, which an engine hands over with anything."""
+        number = math.nan if self.junk == self.junk else PADDING
+        self.has_padding = False
+        for tensor in tensors:
+            tensor[tokens:] = number
+            self.has_padding |= tokens < len(tensor)
 
     def fill_unowned(self) -> None:
         """Fill slots without a token: with junk, or with 0 in blocks of a request where the spec says ``finite_tail``

@@ -1,7 +1,8 @@
 """The fixtures of the kit. An adopter does not override them; it sets names in its test file.
 
 ``BACKEND`` (required): the backend's name. ``EXAMPLES`` (40): batches drawn by each test that draws any. ``DEVICE``
-(None: the negotiation's): a torch device. ``OPTIONS`` ({}): options that the backend is created with.
+(None: the negotiation's): a torch device. ``OPTIONS`` ({}): options that the backend is created with. ``USE_MLA``
+(False): every test asks for latent caches, of a backend that has variants for them.
 ``CAPTURED_STEPS`` (40): steps that run through captured graphs.
 ``EXPECTED_FAILURES`` ({}): test name (with its parameters, or without: all of them) -> why it fails.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from attncore.arguments import flag
 from attncore.testing.harness.subject import Subject
 
 EXAMPLES = 40
@@ -29,7 +31,10 @@ def attncore_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Subject(
-        name, device=getattr(request.module, "DEVICE", None), options=getattr(request.module, "OPTIONS", None)
+        name,
+        device=getattr(request.module, "DEVICE", None),
+        options=getattr(request.module, "OPTIONS", None),
+        use_mla=flag("USE_MLA", getattr(request.module, "USE_MLA", False)),
     )
     torch.set_num_threads(threads)
 

@@ -53,6 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         str(getattr(module, "BACKEND", "?")),
         dict(options) if isinstance(options, Mapping) else {},
         None if device is None else str(device),
+        use_mla=getattr(module, "USE_MLA", False) is True,
     )
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     item.stash[_ROW] = (table, capability.format(**parameters))

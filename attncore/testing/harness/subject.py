@@ -45,7 +45,8 @@ class Subject:
 
     ``form`` is the spec of the first variant that runs here, and the facts that tests go by; ``refusals`` say why none
     does. ``backend`` makes (and keeps) backends. They read the declared fields of a step alone, but without
-    ``checks_needs``: what times a backend hands it the step as it is.
+    ``checks_needs``: what times a backend hands it the step as it is. With ``use_mla`` every request is for a latent
+    cache, and the form is the first that runs those.
     """
 
     def __init__(
@@ -56,19 +57,40 @@ class Subject:
         options: Mapping[str, Any] | None = None,
         host: Host | None = None,
         checks_needs: bool = True,
+        use_mla: bool = False,
     ) -> None:
         self.name = name
         self.device = device
+        self.use_mla = use_mla
         if not isinstance(options, Mapping | None):
             raise TypeError(f"OPTIONS: {quoted(options)} is not a mapping of options to values")
         self.options = dict(options or {})
         self.host = host
+        self._checks_needs = checks_needs
         self._watched = only_declared_fields if checks_needs else _as_it_is
         self._made: dict[tuple[Any, ...], AttentionBackend] = {}
 
     def with_options(self, options: Mapping[str, Any]) -> Subject:
         """The same backend, created with ``options``."""
-        return Subject(self.name, device=self.device, options=options, host=self.host)
+        return Subject(self.name, device=self.device, options=options, host=self.host, use_mla=self.use_mla)
+
+    @cached_property
+    def latent(self) -> Subject:
+        """The same backend, asked for latent caches alone; UnsupportedError where it runs none here."""
+        if self.use_mla or self.form.mla_only:
+            return self
+        if not any(form.use_mla for _, form in self.spec.by_variant):
+            raise UnsupportedError("its spec does not declare use_mla")
+        found = Subject(
+            self.name,
+            device=self.device,
+            options=self.options,
+            host=self.host,
+            checks_needs=self._checks_needs,
+            use_mla=True,
+        )
+        _ = found.form  # or why it runs none
+        return found
 
     @cached_property
     def record(self) -> PluginRecord:
@@ -92,21 +114,31 @@ class Subject:
         return self.record.spec
 
     @cached_property
-    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, int]]:
+    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, Any]]:
         """The form that runs here, or why none does; and what of the base request is another for it."""
         if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
             return None, (str(reason),), {}  # and nothing about sizes, which are the kit's own
         self._check_options()
         refusals: list[str] = []
-        for _, form in self.spec.by_variant:
+        asked: dict[str, Any] = {"use_mla": True} if self.use_mla else {}
+        for form in self._forms:
             reasons: list[str] = []
-            for other in ({}, *({"block_size": size} for size in OTHER_BLOCK_SIZES if size in form.block_sizes)):
+            sizes = [{"block_size": size} for size in OTHER_BLOCK_SIZES if size in form.block_sizes]
+            for other in (asked, *(asked | size for size in sizes)):
                 try:
                     return self._choose(**_base(form, **other)).spec, (), other
                 except _RefusedError as error:
                     reasons = reasons or error.reasons  # of the sizes that are tried first
             refusals += reasons
-        return None, tuple(dict.fromkeys(refusals)), {}
+        return None, tuple(dict.fromkeys(refusals or ["its spec does not declare use_mla"])), {}
+
+    @property
+    def _forms(self) -> list[BackendSpec]:
+        """The forms for the kind of cache that is asked for; those for latent ones alone where there is no other."""
+        forms = [form for _, form in self.spec.by_variant]
+        if self.use_mla:
+            return [form for form in forms if form.use_mla]
+        return [form for form in forms if not form.mla_only] or forms
 
     def _check_options(self) -> None:
         """ValueError for an option that no form takes: a negotiation would call the backend unsupported, and skip."""
@@ -155,6 +187,24 @@ class Subject:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config = dataclasses.replace(self.backend().config, **changes)
         return self._watched(self._choose(**self._base()).create_for(config))
+
+    def choice(self) -> Choice:
+        """What a negotiation of the base request chooses; UnsupportedError where it refuses the backend."""
+        return self._choose(**self._base())
+
+    def refused_by_check(self, options: Mapping[str, Any]) -> str | None:
+        """Why the spec's ``check`` refuses the base request with ``options``, of the types and choices declared, for
+        the variant that is chosen without them; None where it does not, or for what this machine lacks."""
+        wanted = self.choice().variant
+        negotiation = negotiate_installed(self.request(options={self.name: dict(options)}), host=self.host)
+        chosen = choose(negotiation)
+        if chosen is not None and chosen.variant == wanted:
+            return None
+        refused = [one for one in negotiation.rejected if one.name == self.name]
+        reasons = [reason for one in refused if one.variant in ("", wanted) for reason in one.reasons]
+        if chosen is not None:
+            reasons += [reason for name, some in chosen.candidate.passed_over if name == wanted for reason in some]
+        return next((str(reason) for reason in reasons if reason.code in ("check", "option")), None)
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of

@@ -40,6 +40,8 @@ class Report:
     identity: Mapping[str, Any] | None = None
     """What ``identity`` has returned before the tests; None where it was not asked."""
     results: list[Result] = field(default_factory=list)
+    use_mla: bool = False
+    """Whether its tests ask for latent caches alone."""
 
     def add(self, result: Result) -> None:
         """A result more."""
@@ -49,7 +51,8 @@ class Report:
     def title(self) -> str:
         """The backend, and what else tells its table from another of the same backend."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return self.backend + (f" ({given})" if given else "") + (f" on {self.device}" if self.device else "")
+        latent = " over latent caches" if self.use_mla else ""
+        return self.backend + (f" ({given})" if given else "") + latent + (f" on {self.device}" if self.device else "")
 
     @property
     def failures(self) -> list[Result]:
