@@ -43,7 +43,7 @@ class Engine(TakesPrompts, Worker):
     def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any) -> None:
         Worker.__init__(self, model, **options)
         self.tokenizer = tokenizer
-        self.pool, self.block_size = BlockPool(self.num_blocks), self.choice.block_size
+        self.pool = BlockPool(self.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
         self.runs: deque[Run] = deque()  # launched, and not read yet
@@ -189,7 +189,8 @@ class Engine(TakesPrompts, Worker):
     def _admit(self, request: Request) -> bool:
         """Gives a request blocks for all its tokens, those of a prefix that is there already; False: too few are."""
         keys = (request.key(i, self.block_size) for i in range((len(request.tokens) - 1) // self.block_size))
-        shared = list(itertools.takewhile(bool, map(self.pool.share, keys)))  # one token is computed
+        # One token is computed. The blocks of a prefix are of no use without the state behind it, which nobody keeps.
+        shared = [] if self.recurrent else list(itertools.takewhile(bool, map(self.pool.share, keys)))
         own = self.pool.take(-(-len(request.tokens) // self.block_size) - len(shared))
         if own is None:
             self.pool.give_back(shared)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from request import Request
 
-from attncore.arguments import INT32_MAX, integer, integer_or_none
+from attncore.arguments import INT32_MAX, float32_number, integer, integer_or_none
+from attncore.quoted import quoted
 
 
 class TakesPrompts:
@@ -50,8 +51,9 @@ class TakesPrompts:
         longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: length {len(prompt)}, max_new_tokens: {max_new_tokens}; both must be at least 1")
-        if not 0 <= temperature <= float(np.finfo(np.float32).max):  # which it is sent to the device as
-            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive float32")
+        temperature = float(float32_number("temperature", temperature))  # which it is sent to the device as
+        if temperature < 0:
+            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive number")
         if longest > self.max_model_len:
             raise ValueError(f"prompt: length {longest} with max_new_tokens exceeds max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
@@ -70,7 +72,7 @@ class TakesPrompts:
         if None in tokens:
             kind = type(given[tokens.index(None)]).__name__
             raise TypeError(f"{name}: '{kind}' object cannot be interpreted as an integer; give a list of token ids")
-        if wrong := [str(token)[:40] for token in tokens if not 0 <= token < self.vocab_size]:
+        if wrong := [quoted(token) for token in tokens if not 0 <= token < self.vocab_size]:
             raise ValueError(f"{name}: token {wrong[0]} is outside 0..{self.vocab_size - 1}, the vocabulary")
         return tokens
 

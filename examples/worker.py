@@ -16,8 +16,9 @@ import torch
 from mixed_steps import MixedSteps
 from run import SampledTokens
 
-from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
+from attncore import AttentionRequest, AttentionType, InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
 from attncore.arguments import integer, optional_integer
+from attncore.builder import ContextParallel
 from attncore.did_you_mean import did_you_mean
 from attncore.graphs import capturing, launch, new_graph
 from attncore.integrations.transformers import (
@@ -25,8 +26,10 @@ from attncore.integrations.transformers import (
     attncore_context,
     compile_layers,
     paged_caches,
+    recurrent_layers,
     select_for_model,
 )
+from attncore.ranks import over_ranks
 
 
 @contextmanager
@@ -54,22 +57,24 @@ class Worker:
     ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
     steps are padded to, and captured but for their attention. ``threads`` are torch's on a CPU. ``compile``: whether
     layers are compiled, or options of torch.compile.
-    ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
+    ``interleave``: where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to
+    each in turn. ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None,
         mixed_sizes: tuple[int, ...] = (), seed: int = 0, threads: int = 1, ahead: int = 8, transport: str = "auto",
-        compile: bool | dict[str, Any] = False,  # noqa: A002
+        interleave: int = 0, compile: bool | dict[str, Any] = False,  # noqa: A002
         **wanted: Any,
     ) -> None:  # fmt: skip
         if not callable(getattr(model, "eval", None)):
             raise TypeError(f"model: a {type(model).__name__} found; give a loaded model of transformers")
         num_blocks = integer("num_blocks", num_blocks, 2)  # block 0 is the null block
         threads, ahead = integer("threads", threads, 1), integer("ahead", ahead, 0)
+        interleave = integer("interleave", interleave, 0)
         max_model_len = optional_integer("max_model_len", max_model_len, 1)
-        fields = (one.name for one in dataclasses.fields(AttentionRequest))
-        known = {"tokenizer", *inspect.signature(Worker).parameters, *fields}
+        known = {"tokenizer", *inspect.signature(Worker).parameters}
+        known |= {one.name for one in dataclasses.fields(AttentionRequest)}
         if strange := [name for name in wanted if name not in known]:
             raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
         self.model, self.device, self.threads = model.eval(), str(model.device), threads
@@ -81,13 +86,25 @@ class Worker:
             raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
         if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
             raise ValueError(f"max_model_len: {max_model_len} given; the model has {longest} positions: give no more")
-        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **{"cuda_graph": level, **wanted})
-        self.backend = self.choice.create(self.device)
-        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
+        fields = {"cuda_graph": level, "features": {"lse"} if interleave else set(), "num_blocks": num_blocks, **wanted}
+        self.choice = select_for_model(model, layers=layers, **fields)
+        self.backend, ranks = self.choice.create(self.device), None
+        if interleave:
+            world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            ranks = ContextParallel(world, rank, self.choice.block_size, interleave)
+            self.backend = over_ranks(self.backend, ranks)
+        self.block_size = self.choice.block_size if ranks is None else ranks.virtual_block_size
+        self.recurrent = bool(recurrent_layers(model))
+        slots = {"num_slots": max_num_reqs + 1} if self.recurrent else {}  # a request's is its place
+        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, **slots)
         self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
-        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
-        self.batch = InputBatch(block_size=self.choice.block_size, **limits)
-        sent = {"max_num_batched_tokens": max_num_batched_tokens, "transport": transport}
+        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len}
+        if self.recurrent:
+            tables = KVCacheGroup("blocks", self.block_size, num_blocks=num_blocks)
+            self.batch = InputBatch(groups=[tables, StateGroup("states", **slots)], **limits)
+        else:
+            self.batch = InputBatch(block_size=self.block_size, num_blocks=num_blocks, **limits)
+        sent = {"max_num_batched_tokens": max_num_batched_tokens, "transport": transport, "context_parallel": ranks}
         self.builder = MetadataBuilder(self.batch, self.backend, **sent)
         # Ride to the device in the metadata's own arena, by row: no copy and no loop of their own.
         self.input_ids = self.batch.token_column("input_ids", np.int64, unknown=-1)
@@ -119,15 +136,19 @@ class Worker:
         self, name: int, tokens: list[int], blocks: list[int], computed: int, temperature: float, place: int
     ) -> None:
         """A request with the blocks of its tokens; the first ``computed`` are in them already."""
-        self.batch.add_request(name, blocks, computed)
+        self.batch.add_request(name, {"blocks": blocks, "states": [place]} if self.recurrent else blocks, computed)
         self.input_ids.give(name, tokens)
         self.temperature[name], self.place[name] = temperature, place
 
     def _append(self, blocks: dict[int, list[int]]) -> None:
-        self.batch.append_blocks_many(blocks)
+        if self.recurrent:
+            self.batch.append_blocks_many({name: {"blocks": ids} for name, ids in blocks.items()})
+        else:
+            self.batch.append_blocks_many(blocks)
 
     def _remove(self, name: int) -> list[int]:
-        return self.batch.remove_request(name)
+        held = self.batch.remove_request(name)
+        return held["blocks"] if self.recurrent else held
 
     def _run_steps(self, others: dict[int, int], size: int | None, num_steps: int) -> None:
         """One step, in the graph of ``size`` rows if there is one; or ``num_steps``, which the device makes of it.

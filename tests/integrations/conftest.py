@@ -1,6 +1,11 @@
-"""Models here are tiny: threads that wait for each other on a busy machine cost more than they compute."""
+"""The fixture of planting.py; and one thread: on a busy machine, threads that wait for each other cost more than the
+tiny models here compute.
+"""
 
 import pytest
+from planting import site
+
+__all__ = ["one_thread", "site"]
 
 torch = pytest.importorskip("torch")
 

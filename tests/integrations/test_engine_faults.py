@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import nullcontext
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ def run_all(engine, most=500):
         ([-1], r"^prompt: token -1 is outside 0\.\.127"),
         ([2**63], "^prompt: token 9223372036854775808 is outside"),
         ([10**400], "^prompt: token "),
+        ([10**5000], r"^prompt: token .* is outside 0\.\.127"),
         ([1.0], "^prompt: 'float' object cannot be interpreted as an integer; give a list of token ids"),
         (["1"], "^prompt: 'str' object"),
         ([None], "^prompt: 'NoneType' object"),
@@ -65,6 +67,9 @@ def test_other_fields_of_a_request(engine):
         ("temperature", float("nan")),
         ("temperature", -1),
         ("temperature", 1e300),
+        ("temperature", "warm"),
+        ("temperature", None),
+        ("temperature", np.ones(2)),
     ):
         with pytest.raises((ValueError, TypeError), match=f"^{field}: "):
             engine.add_request([1], 3, **{field: value})
@@ -73,6 +78,17 @@ def test_other_fields_of_a_request(engine):
     with pytest.raises(TypeError, match=r"^max_new_tokens: True is not an integer"):
         engine.add_request([1], True)
     assert engine.complete([np.array([3, 4], np.int16)], np.int8(4)) == [greedy(engine.model, [3, 4], 4)]
+
+
+@pytest.mark.parametrize("temperature", [Fraction(0), 10**38, np.float64(0.5), np.array(0.5)])
+def test_a_temperature_is_read_when_its_request_arrives(engine, temperature):
+    others = [engine.add_request([1, 2], 3)]
+    request = engine.add_request([3], 3, temperature=temperature)
+    assert type(request.temperature) is float
+    others.append(engine.add_request([4], 3))
+    run_all(engine)
+    assert [one.output for one in others] == [greedy(engine.model, prompt, 3) for prompt in ([1, 2], [4])]
+    assert (len(request.output), request.error, is_empty(engine)) == (3, None, True)
 
 
 @pytest.mark.parametrize("threads", [0, -1])

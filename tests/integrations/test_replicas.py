@@ -1,0 +1,187 @@
+"""examples/replicas.py over two processes of examples/serve.py: what one engine says; one that dies is dropped."""
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from engine import Engine  # noqa: E402
+from integrations.models import decoder  # noqa: E402
+from integrations.test_engine_streams import byte_tokenizer  # noqa: E402
+from replicas import Balancer, asked  # noqa: E402
+from serve import EngineThread, Handler, listening  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 40, 20, 9, 2)]
+NEW = 12
+
+
+@contextmanager
+def process(program, *words):
+    """A process of an example, and where it listens."""
+    started = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / program), *words, "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        line = started.stdout.readline()
+        assert line.startswith("listening on "), line
+        yield started, line.split()[-1]
+    finally:
+        started.kill()
+        started.wait()
+        started.stdout.close()
+
+
+def post(address, **fields):
+    status, answer = asked(address, "POST", "/generate", json.dumps(fields).encode())
+    return status, json.loads(answer)
+
+
+def health(address):
+    return json.loads(asked(address, "GET", "/health")[1])
+
+
+def all_outputs(front, new):
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: post(front, prompt=prompt, max_new_tokens=new), PROMPTS))
+    assert [status for status, _ in answers] == [200] * len(PROMPTS), answers
+    return [answer["output"] for _, answer in answers]
+
+
+def test_two_replicas_say_what_one_engine_says_and_one_that_dies_is_dropped(tmp_path):
+    model = decoder("llama")
+    model.save_pretrained(tmp_path)
+    engine = Engine(model)
+    expected = engine.complete(PROMPTS, NEW)
+    longer = engine.complete(PROMPTS, 5 * NEW)
+    with ExitStack() as stack:
+        (first, one), (second, other) = (stack.enter_context(process("serve.py", str(tmp_path))) for _ in range(2))
+        _, front = stack.enter_context(process("replicas.py", one, other))
+        assert all_outputs(front, NEW) == expected
+        assert health(front) == {"replicas": {one: 0, other: 0}, "dropped": []}
+        assert health(one)["finished"] + health(other)["finished"] == len(PROMPTS)
+        assert min(health(one)["finished"], health(other)["finished"]) > 0
+        threading.Timer(0.05, first.kill).start()  # while it has requests, or before them
+        assert all_outputs(front, 5 * NEW) == longer
+        first.wait()
+        assert all_outputs(front, NEW) == expected
+        assert health(front) == {"replicas": {other: 0}, "dropped": [one]}
+        second.kill()
+        second.wait()
+        assert post(front, prompt=[3], max_new_tokens=1) == (
+            503,
+            {"error": "no replica answers; start one, and ask again"},
+        )
+
+
+@pytest.fixture
+def served():
+    """A replica in this process, with a tokenizer: its address, and the engine."""
+    engine = Engine(decoder("llama", vocab_size=257), tokenizer=byte_tokenizer())
+    server = listening("127.0.0.1", 0, Handler, engine=EngineThread(engine))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield "{}:{}".format(*server.server_address), engine
+    server.shutdown()
+    server.server_close()
+
+
+def test_text_is_answered_with_text(served):
+    address, engine = served
+    expected = Engine(engine.model, tokenizer=engine.tokenizer).complete(["Once"], 9)
+    assert post(address, prompt="Once", max_new_tokens=9) == (200, {"output": expected[0]})
+    assert health(address) == {"running": 0, "finished": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": [], "max_new_tokens": 1}, "prompt: length 0"),
+        ({"prompt": [999], "max_new_tokens": 1}, "prompt: token 999 is outside 0..256"),
+        ({"prompt": [3]}, 'body: give {"prompt": ..., "max_new_tokens": ...}'),
+        ({"prompt": [3], "max_new_tokens": "two"}, "max_new_tokens: 'two'"),
+        ({"prompt": [3], "max_new_tokens": 1, "colour": 1}, "colour: no such field; there are temperature and stop"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(served, fields, said):
+    status, answer = post(served[0], **fields)
+    assert status == 400
+    assert answer["error"].startswith(said)
+    assert post(served[0], prompt=[3], max_new_tokens=1)[0] == 200  # and it serves on
+
+
+def test_what_is_no_request_is_told_what_is_wrong(served):
+    address = served[0]
+    for body in (b"no", b"[]", b'{"prompt": NaN}', b"\xff"):
+        assert asked(address, "POST", "/generate", body)[0] == 400
+    assert asked(address, "POST", "/other", b"{}")[0] == 404
+    assert asked(address, "GET", "/other")[0] == 404
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    connection.putrequest("POST", "/generate")
+    connection.putheader("Content-Length", str(1 << 40))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert b"bytes at most" in answer.read()
+    connection.close()
+
+
+def test_a_request_that_fails_alone_is_told_so(served, monkeypatch):
+    address, engine = served
+    inner = engine._forward
+
+    def forward(metadata):
+        if 77 in metadata.input_ids.tolist():
+            raise RuntimeError("the model failed")
+        return inner(metadata)
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    with ThreadPoolExecutor(2) as pool:
+        bad, good = pool.map(lambda token: post(address, prompt=[token], max_new_tokens=4), (77, 3))
+    assert bad == (500, {"error": "the request's step failed: the model failed"})
+    assert good[0] == 200
+
+
+def test_a_replica_that_comes_back_takes_part_again(served):
+    balancer = Balancer([served[0]])
+    balancer._gone.add(served[0])
+    assert balancer.send("/generate", b"{}")[0] == 503
+    balancer.look_again()
+    assert balancer.health() == {"replicas": {served[0]: 0}, "dropped": []}
+    assert balancer.send("/generate", b"{}")[0] == 400
+
+
+def test_the_replica_with_the_fewest_requests_is_asked(monkeypatch):
+    balancer, went = Balancer(["a:1", "b:2"]), []
+    done = threading.Event()
+
+    def answer(address, method, path, body):
+        went.append(address)
+        done.wait(20)
+        return 200, b""
+
+    monkeypatch.setattr("replicas.asked", answer)
+    with ThreadPoolExecutor(4) as pool:
+        for count in range(1, 5):
+            pool.submit(balancer.send, "/generate", b"")
+            while len(went) < count:
+                time.sleep(0.001)
+        assert balancer.health()["replicas"] == {"a:1": 2, "b:2": 2}
+        done.set()
+    assert balancer.health()["replicas"] == {"a:1": 0, "b:2": 0}
+
+
+@pytest.mark.parametrize("address", ["8001", "host:", "host:port", ":80"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ValueError, match=f"^replica: {address} found; give HOST:PORT"):
+        Balancer([address])
