@@ -99,6 +99,10 @@ def parse_json(data: bytes, depth: int) -> Any:
         raise ValueError(f"is not JSON: {words} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply to be read") from None
+    except _RefusedError:
+        raise
+    except ValueError:
+        raise ValueError(f"holds {integer_of_many_digits()}") from None
     if _is_deeper(value, depth):
         raise ValueError(f"is nested too deeply to be read: more than {depth} levels")
     return value
@@ -144,5 +148,16 @@ def duplicate(pairs: list[tuple[str, Any]]) -> str | None:
     return None
 
 
+class _RefusedError(ValueError):
+    """What is refused here, and not by ``json``."""
+
+
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(text)
+    raise _RefusedError(text)
+
+
+def integer_of_many_digits() -> str:
+    """What ``json.loads`` has met where it raises a ValueError of its own that is no JSONDecodeError: Python's text
+    speaks of its interpreter, which no file is to change.
+    """
+    return f"an integer of more than {sys.get_int_max_str_digits()} digits"

@@ -5,6 +5,8 @@ import decimal
 import faulthandler
 import gc
 import locale
+import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -122,6 +124,16 @@ faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(2)"
     "other callbacks of gc": "import gc; gc.callbacks = [print]",
     "no gc": "import gc; gc.disable(); gc.set_threshold(7)",
     "debugs gc": "import gc; gc.set_debug(gc.DEBUG_UNCOLLECTABLE)",
+    "no lines of the log": "import logging; logging.disable(); logging.getLogger('asyncio').disabled = True",
+    "a configuration of the log": """
+import logging, logging.config
+logging.config.dictConfig({"version": 1, "root": {"level": "ERROR"}})""",
+    "another root of the log": "import logging; logging.basicConfig(level=1, force=True)",
+    "lines of the log that fail": """
+import logging
+logging.setLoggerClass(type("Mine", (logging.Logger,), {}))
+logging.setLogRecordFactory(lambda *_, **__: 1 / 0)""",
+    "another way to start processes": "import multiprocessing; multiprocessing.set_start_method('spawn', force=True)",
     "no modules": """
 import sys
 for name in [name for name in sys.modules if name.startswith("attncore.builder")]: del sys.modules[name]""",
@@ -147,6 +159,9 @@ def settings():
     limits += sys.get_int_max_str_digits(), threading.stack_size(), sys.getdlopenflags(), _umask(), _wakeup_fd()
     limits += sys.get_coroutine_origin_tracking_depth(), locale.setlocale(locale.LC_ALL), socket.getdefaulttimeout()
     limits += sys.stdin, getattr(sys, "tracebacklimit", None), sys.dont_write_bytecode, decimal.getcontext().prec
+    limits += logging.root.manager.disable, logging.root.level, [*logging.root.handlers], logging.getLoggerClass()
+    limits += logging.getLogRecordFactory(), logging.getLogger("asyncio").disabled
+    limits += (multiprocessing.get_start_method(allow_none=True),)
     return os.getpid(), hooks, *places, streams, os.environ, own, limits, functions, modules
 
 

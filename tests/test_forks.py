@@ -1,6 +1,8 @@
 """A forked child and the calls that other threads were inside of: docs/threads-and-processes.md says what holds."""
 
+import importlib
 import os
+import signal
 import sys
 import threading
 
@@ -258,3 +260,27 @@ def test_a_builder_of_a_device_says_so_in_a_forked_child():
 
     assert in_child(check)
     assert builder.build().num_tokens == 1
+
+
+def test_a_fork_while_another_thread_compiles():
+    """The fork waits for it: the child would wait for ever for a thread that it does not have."""
+    lock = pytest.importorskip("attncore.kernels.numba.library", reason="numba is not installed").global_compiler_lock
+    importlib.import_module("attncore.kernels.numba.jit")
+    inside, compiled = threading.Event(), threading.Event()
+
+    def compiles():
+        lock.acquire()
+        inside.set()
+        compiled.wait(0.5)
+        lock.release()
+
+    def check():
+        signal.alarm(20)  # ends a child that waits
+        lock.acquire()
+        lock.release()
+
+    thread = threading.Thread(target=compiles)
+    thread.start()
+    inside.wait(30)
+    assert in_child(check)
+    thread.join()

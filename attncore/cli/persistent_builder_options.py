@@ -33,7 +33,7 @@ def parse_groups(text: str) -> tuple[KVCacheGroup, ...]:
         window = parse_integer(numbers[1], 1, MAX_WINDOW, f"window of {name}") if len(numbers) == 2 else None
         parsed.append(KVCacheGroup(name, block_size, sliding_window=window))
     try:
-        return checked_groups(parsed)
+        return checked_groups(parsed)[0]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -131,4 +131,5 @@ def _fields(spec: BackendSpec | None) -> dict[str, Any]:
     most = spec.by_variant[0][1].max_group_size
     if most is not None and most < 4:
         fields["num_kv_heads"] = 32
-    return fields | fitting_fields(spec)
+    fields |= fitting_fields(spec)
+    return fields | ({"num_kv_heads": 1} if fields.get("use_mla") else {})

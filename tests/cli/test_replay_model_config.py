@@ -248,7 +248,7 @@ def gone(path):
         (b'{"a":' * 40 + b"1" + b"}" * 40, "is nested too deeply to be read: more than 32 levels"),
         (b'{"a": NaN}', "NaN is no number"),
         (b'{"a": 1e999}', "holds a number that is too large: 1e999"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "holds an integer of more than 4300 digits"),
         (b'{"a": 1, "a": 2}', 'has the field "a" twice in one object'),
         (b'{"a": "\xff"}', "is not UTF-8"),
         (json.dumps(LLAMA).encode()[:-9], "is not JSON"),

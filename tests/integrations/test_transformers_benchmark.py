@@ -17,7 +17,7 @@ def benchmark_module(monkeypatch):
 
 def test_both_sides_are_warmed_up_with_other_tokens_and_measured(benchmark_module):
     args = argparse.Namespace(
-        tiny=True, device="cpu", trace=None, theirs="sdpa",
+        tiny=True, device="cpu", trace=None, theirs="sdpa", compile=False,
         requests=9, concurrent=4, new=3, budget=256, pool_tokens=8000,
     )  # fmt: skip
     model = benchmark_module.model_of(args)

@@ -47,6 +47,24 @@ def test_a_plugin_that_drops_modules_breaks_itself_alone(site, source):
     check_listed(("good", "reference"))
 
 
+REPLACES = {
+    "socket": "sys.modules['socket'] = object()",
+    "multiprocessing": "sys.modules['multiprocessing'] = type(sys)('multiprocessing')",
+    "decimal": "sys.modules['decimal'] = object()",
+    "torch": "sys.modules['torch'] = object()",
+    "a function of locale": "import locale; locale.setlocale = lambda *_: 1 / 0",
+    "functions of gc": "import gc; gc.get_debug = gc.get_threshold = gc.isenabled = lambda: 1 / 0",
+}
+
+
+@pytest.mark.parametrize("source", REPLACES.values(), ids=REPLACES)
+def test_a_setting_that_cannot_be_asked_for_stops_no_other_plugin(site, source):
+    """What stands in the place of a module of others stays, and is asked before the next plugin is loaded."""
+    plant(site, f"import sys\n{source}")
+    site.plugin("good")
+    check_listed()
+
+
 def test_modules_of_attncore_are_those_of_before(site):
     def ours():
         return {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "attncore"}

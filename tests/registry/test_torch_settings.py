@@ -21,6 +21,8 @@ CHANGES = {
     "number of threads": "set_num_threads(torch.get_num_threads() + 1)",
     "deterministic algorithms": "use_deterministic_algorithms(True, warn_only=True)",
     "float32 matmul precision": "set_float32_matmul_precision('medium')",
+    "flushed denormal numbers": "set_flush_denormal(True)",
+    "anomaly detection": "set_anomaly_enabled(True, False)",
     "autocast on cpu": "set_autocast_enabled('cpu', True)",
     "autocast on cuda": "set_autocast_dtype('cuda', torch.bfloat16)",
     "scaled_dot_product_attention by math": "backends.cuda.enable_math_sdp(False)",

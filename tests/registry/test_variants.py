@@ -167,3 +167,26 @@ def test_variants_that_are_for_other_devices_share_a_line():
     assert [name for name, _ in found.chosen.passed_over] == ["a", "b"]
     alone = negotiated([record(spec(variants=(others[0], Variant("c"))), "attn-one")])
     assert "  not its variant a: device cuda:sm_90 not supported by variant a; supported: rocm:gfx942" in explain(alone)
+
+
+BOTH_KINDS = (
+    Variant("plain"),
+    Variant("rows", use_mla=True, mla_only=True, head_sizes={576}, head_size_v={512}, features=()),
+)
+
+
+def test_variants_for_the_other_kind_of_cache_say_nothing():
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    (said,) = reasons(BOTH_KINDS, head_size=80)
+    assert said.startswith("head_size 80 not supported by attn-one 0.1.0; supported: 64")
+    (said,) = reasons(BOTH_KINDS, **latent, sliding_window=8)
+    assert said.startswith("sliding_window not declared by attn-one 0.1.0")
+    chosen = negotiated([record(spec(variants=BOTH_KINDS), "attn-one")], **latent).chosen
+    assert (chosen.variant, chosen.passed_over) == ("rows", ())
+    (said,) = reasons(BOTH_KINDS[:1], **latent)[-1:]
+    assert said.startswith("latent attention not supported"), "where there is no other, it says so"
+
+
+def test_a_plain_request_of_a_latent_variant_is_for_its_rows():
+    both = record(spec(variants=BOTH_KINDS), "attn-one")
+    assert reasons_by_variant(both, H90) == {"plain": (), "rows": ()}

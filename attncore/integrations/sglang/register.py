@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from attncore.logged import logged
-from attncore.quoted import one_line
+from attncore.quoted import describe_error, one_line
 
 NAME = "attncore"
 """Attncore's own choice among the installed backends."""
@@ -22,8 +22,16 @@ def register() -> None:
     """Adds ``attncore`` and ``attncore_<name>`` to SGLang's attention backends, for targets and drafts.
 
     A name is added for each plugin that is found, whatever its state: the reasons against it are an error where it is
-    named, and stop nothing where it is not. A second call adds nothing.
+    named, and stop nothing where it is not. A second call adds nothing. It never raises: what is wrong, such as an
+    SGLang whose registry is elsewhere, is logged, and SGLang starts with backends of its own.
     """
+    try:
+        _register()
+    except Exception as error:
+        logged(_logger, logging.WARNING, "its backends are not known to SGLang: %s", describe_error(error))
+
+
+def _register() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
@@ -51,13 +59,16 @@ def refused_version(version: str) -> str | None:
 
 
 def _installed() -> tuple[str, ...]:
-    """Names of the backends that are found; none, and a warning, where they cannot be listed."""
-    try:
-        from attncore.registry.choice.installed import backends
+    """Names of the backends that are found; none, and a warning, where they cannot be listed.
 
-        return tuple(record.name for record in backends() if record.state != "not_installed")
+    No plugin is imported: one that hangs or crashes would end every process of an SGLang that runs its own backends.
+    """
+    try:
+        from attncore.registry.plugins.discover import find
+
+        return tuple(record.name for record in find())
     except Exception as error:  # SGLang starts with its own backends all the same
-        logged(_logger, logging.WARNING, "the installed backends cannot be listed: %s", one_line(error))
+        logged(_logger, logging.WARNING, "the installed backends cannot be listed: %s", describe_error(error))
         return ()
 
 

@@ -25,9 +25,9 @@ def member_name(backend: str) -> str:
 
 def backend_of(name: str) -> str | None:
     """The installed attncore backend with this name in vLLM; None where there is none, or more than one."""
-    from attncore.registry.plugins.load import registry
+    from attncore.registry.plugins.discover import find
 
-    found = sorted({record.name for record in registry().records if member_name(record.name) == name})
+    found = sorted({record.name for record in find() if member_name(record.name) == name})
     return found[0] if len(found) == 1 else None
 
 

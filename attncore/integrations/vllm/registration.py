@@ -45,11 +45,14 @@ def _register() -> None:
 
 
 def _by_name() -> dict[str, list[str]]:
-    """Name in vLLM -> the attncore backends that would have it. Broken plugins have one, too, for their reasons."""
+    """Name in vLLM -> the attncore backends that would have it. Broken plugins have one, too, for their reasons.
+
+    No plugin is imported: one that hangs or crashes would end every process of a vLLM that runs its own backends.
+    """
+    from attncore.registry.plugins.discover import find
     from attncore.registry.plugins.known_backends import KNOWN
-    from attncore.registry.plugins.load import registry
 
     found: dict[str, list[str]] = {}
-    for backend in sorted({*KNOWN, *(record.name for record in registry().records)}):
+    for backend in sorted({*KNOWN, *(record.name for record in find())}):
         found.setdefault(names.member_name(backend), []).append(backend)
     return found

@@ -190,6 +190,8 @@ cdef class KnownSteps:
             return None
         if self.checks:
             builder._check_known((query_start_loc, seq_lens, block_table, slot_mapping), None)
+            if self.known[known.facts[SEQ_LENS].shape[0]] is not known:  # what torch ran has asked for a field, say
+                return None
         values = PyDict_Copy(known.own if quick and known.own is not None else known.values)
         for i in range(USE_CUDA_GRAPH):
             if counts[i] != known.counts[i]:

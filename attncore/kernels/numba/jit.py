@@ -22,7 +22,13 @@ from typing import Any
 
 from attncore.kept_files import cache_folder, check_folder, read_kept
 from attncore.kernels import codes
-from attncore.kernels.numba.library import FunctionCache, IndexDataCacheFile, njit, numba_version
+from attncore.kernels.numba.library import (
+    FunctionCache,
+    IndexDataCacheFile,
+    global_compiler_lock,
+    njit,
+    numba_version,
+)
 from attncore.quoted import quoted
 
 MAX_BYTES = 1 << 26
@@ -33,6 +39,14 @@ IN_TREE = Path(__file__).parent / "__pycache__"
 
 INSTALLED = Path(__file__).parents[3].name in ("site-packages", "dist-packages")
 """Whether this is no source tree. An installer may remove IN_TREE; what another one of this version has, is as good."""
+
+# A child that is forked while another thread compiles would have the lock of a thread that it does not have.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 logger = logging.getLogger("attncore")
 _problems: list[str] = []

@@ -46,10 +46,14 @@ try:
     from numba import __version__ as numba_version
     from numba import extending, from_dtype, njit, types
     from numba.core.caching import FunctionCache, IndexDataCacheFile
+    from numba.core.compiler_lock import global_compiler_lock
 finally:
     with contextlib.suppress(ValueError):  # another list has taken the place of this one
         sys.meta_path.remove(_finder)
 
 intrinsic: Any = extending.intrinsic  # a loop calls it without its first argument
 
-__all__ = ["FunctionCache", "IndexDataCacheFile", "from_dtype", "intrinsic", "njit", "numba_version", "types"]
+__all__ = [
+    "FunctionCache", "IndexDataCacheFile", "from_dtype", "global_compiler_lock", "intrinsic", "njit", "numba_version",
+    "types",
+]  # fmt: skip

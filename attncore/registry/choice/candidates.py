@@ -136,9 +136,13 @@ _Judged = list[tuple[str, BackendSpec, list[Reason]]]
 def _fitting_variant(
     spec: BackendSpec, plugin: str, request: AttentionRequest, host: Host
 ) -> tuple[str, BackendSpec, tuple[Reason, ...], tuple[tuple[str, tuple[Reason, ...]], ...]]:
-    """The first variant that fits, with those before it and their reasons; else the first, with the reasons of all."""
+    """The first variant that fits, with those before it and their reasons; else the first, with the reasons of all.
+
+    Variants for the other kind of cache, latent or not, are left out where there are some for the one that is asked.
+    """
     judged: _Judged = []
-    for variant, stated in spec.by_variant:
+    alike = [one for one in spec.by_variant if (one[1].use_mla if request.use_mla else not one[1].mla_only)]
+    for variant, stated in alike or spec.by_variant:
         reasons = reasons_against(stated, request, host, stated_by(variant, stated, plugin, host), plugin)
         if not reasons:
             return variant, stated, (), tuple((name, tuple(why)) for name, _, why in judged)

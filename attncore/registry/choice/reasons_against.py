@@ -67,7 +67,10 @@ def _kv_cache_dtype(spec: BackendSpec, request: AttentionRequest, host: Host, so
     if asked not in accepted and not (asked == request.dtype and "auto" in accepted):
         names = sorted(accepted)
         fix = "leave kv_cache_dtype at auto" if "auto" in accepted else f"set kv_cache_dtype to {names[0]}"
-        yield _not_supported("kv_cache_dtype", "kv_cache_dtype", asked, names, listed(names), source, fix)
+        # Why a backend has no scales, which an fp8 cache alone has, is why it has no fp8.
+        why = spec.unsupported.get("kv_scales") if asked.startswith("fp8") else None
+        words = listed(names) if why is None else f"{listed(names)} ({why})"
+        yield _not_supported("kv_cache_dtype", "kv_cache_dtype", asked, names, words, source, fix)
 
 
 def _head_sizes(spec: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import locale
 import logging
 import sys
@@ -20,6 +21,31 @@ def _limit_of_sockets() -> Any:
 def _limit_sockets(seconds: Any) -> None:
     if (socket := sys.modules.get("socket")) is not None:
         socket.setdefaulttimeout(seconds)
+
+
+def _start_method() -> Any:
+    """How multiprocessing starts processes; None where it was not set."""
+    processes = sys.modules.get("multiprocessing")
+    return None if processes is None else processes.get_start_method(allow_none=True)
+
+
+def _put_start_method(found: Any) -> None:
+    sys.modules["multiprocessing"].set_start_method(found, force=True)
+
+
+def _loggers() -> tuple[Any, ...]:
+    """Those that are not disabled, as ``logging.config`` does with every one that its configuration does not name."""
+    known = list(logging.root.manager.loggerDict.values())
+    return tuple(one for one in known if isinstance(one, logging.Logger) and not one.disabled)
+
+
+def _enable_loggers(found: tuple[Any, ...]) -> None:
+    for one in found:
+        one.disabled = False
+
+
+def _put_root_handlers(found: tuple[Any, ...]) -> None:
+    logging.root.handlers[:] = found
 
 
 def _tools() -> tuple[Any, ...]:
@@ -52,20 +78,30 @@ _ASKED: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (sys.getdlopenflags, sys.setdlopenflags),
     (lambda: locale.setlocale(locale.LC_ALL), lambda found: locale.setlocale(locale.LC_ALL, found)),
     (_limit_of_sockets, _limit_sockets),
+    (_start_method, _put_start_method),
+    (gc.get_threshold, lambda found: gc.set_threshold(*found)),
+    (gc.get_debug, gc.set_debug),
+    (gc.isenabled, lambda found: gc.enable() if found else gc.disable()),
+    (lambda: logging.root.manager.disable, logging.disable),
+    (lambda: logging.root.level, logging.root.setLevel),
+    (lambda: tuple(logging.root.handlers), _put_root_handlers),
+    (_loggers, _enable_loggers),
+    (logging.getLoggerClass, logging.setLoggerClass),
+    (logging.getLogRecordFactory, logging.setLogRecordFactory),
 )
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (sys, "excepthook"), (sys, "displayhook"), (sys, "breakpointhook"), (threading, "excepthook"), (sys, "stdin"),
     (sys, "tracebacklimit"), (sys, "dont_write_bytecode"), (sys, "pycache_prefix"), (logging, "raiseExceptions"),
 )  # fmt: skip
 _NONE: Any = object()
-"""In the place of an attribute that is not there."""
+"""In the place of an attribute that is not there, and of what cannot be asked for."""
 
 
 class InterpreterSettings:
     """``restore`` has the settings of both tables as they were found; it may be interrupted, and called again."""
 
     def __init__(self) -> None:
-        self._found = [ask() for ask, _ in _ASKED]
+        self._found = [_asked(ask) for ask, _ in _ASKED]
         self._attributes = [getattr(place, name, _NONE) for place, name in _ATTRIBUTES]
 
     def restore(self) -> None:
@@ -77,8 +113,18 @@ class InterpreterSettings:
                 delattr(place, name)
         for (ask, set_again), found in zip(_ASKED, self._found, strict=True):
             with contextlib.suppress(Exception):
-                if _differ(ask(), found):
+                if found is not _NONE and _differ(ask(), found):
                     set_again(found)
+
+
+def _asked(ask: Callable[[], Any]) -> Any:
+    """A setting; _NONE where a plugin has put something else in the place of the module or function that says it."""
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return _NONE
 
 
 def _differ(now: Any, found: Any) -> bool:

@@ -41,7 +41,7 @@ class Process:
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
-    InterpreterSettings, TorchSettings and ReplacedFunctions say, the settings and callbacks of ``gc``, and in the main
+    InterpreterSettings, TorchSettings and ReplacedFunctions say, the callbacks of ``gc``, and in the main
     thread the handlers of signals, those that are blocked, and timers that were not running. Finders that the plugin
     adds to ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of before, and only
     where they work. A child process that it forked ends here.
@@ -126,19 +126,15 @@ class Process:
 
 
 class _Collector:
-    """The settings of ``gc``, and the functions that it calls."""
+    """The functions that ``gc`` calls."""
 
     def __init__(self) -> None:
         self._functions, self._found = gc.callbacks, list(gc.callbacks)
-        self._enabled, self._threshold, self._debug = gc.isenabled(), gc.get_threshold(), gc.get_debug()
 
     def restore(self) -> None:
         """As they were found."""
         self._functions[:] = self._found
         gc.callbacks = self._functions
-        gc.set_threshold(*self._threshold)
-        gc.set_debug(self._debug)
-        (gc.enable if self._enabled else gc.disable)()
 
 
 class _Modules:

@@ -123,6 +123,19 @@ _SETTINGS = (
         lambda torch, found: torch.set_float32_matmul_precision(found),
         _precision,
     ),
+    _Setting(
+        "flushed denormal numbers",
+        lambda torch: sys.float_info.min / 2 == 0,  # of the processor, which torch does not tell
+        lambda torch, found: torch.set_flush_denormal(found),
+        lambda torch: False,
+        of_thread=True,
+    ),
+    _Setting(
+        "anomaly detection",
+        lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, found: torch.set_anomaly_enabled(*found),
+        lambda torch: (False, True),
+    ),
     *map(_autocast, ("cpu", "cuda")),
     *map(_attention, ("math", "flash", "mem_efficient", "cudnn")),
     _flag("mkldnn", "enabled", True), _flag("cudnn", "enabled", True),

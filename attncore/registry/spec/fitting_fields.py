@@ -18,6 +18,11 @@ def fitting_fields(spec: BackendSpec) -> dict[str, Any]:
     }
     if "auto" not in stated.kv_cache_dtypes:
         fields["kv_cache_dtype"] = min(stated.kv_cache_dtypes)
+    if stated.mla_only:
+        fields["use_mla"] = True
+        if stated.head_size_v is not None:
+            values: Sizes = stated.head_size_v  # type: ignore[assignment]
+            fields["head_size_v"] = next(size for size in range(fields["head_size"], 0, -1) if size in values)
     if len(stated.phases) == 1:
         fields["phase"] = next(iter(stated.phases))
     return fields

@@ -133,7 +133,7 @@ def test_backends_that_cannot_be_listed_leave_attncores_choice(engine, monkeypat
     def fails():
         raise RuntimeError("no list")
 
-    monkeypatch.setattr("attncore.registry.choice.installed.backends", fails)
+    monkeypatch.setattr("attncore.registry.plugins.discover.find", fails)
     register.register()
     assert list(engine.made) == ["attncore"]
     assert "no list" in caplog.text
