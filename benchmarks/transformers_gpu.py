@@ -1,12 +1,12 @@
 """examples/engine.py beside transformers' own continuous batching: the same model, requests and device, one process.
 
-    python benchmarks/transformers_gpu.py [--trace FILE] [--backends flashinfer,flash] [--save FILE]
+    python benchmarks/transformers_gpu.py [--trace FILE] [--backends flashinfer,flash] [--compile] [--save FILE]
 
 A Llama of about 1B parameters with random weights in bfloat16; prompts as long as the trace's, their tokens drawn; 64
 requests at a time. Tokens per second count from the first request's start to the last one's end, set-up and captures
 apart on both sides; both warm up first, with other tokens in prompts of the same lengths. ``--tiny --device cpu`` tries
 the code without a GPU; its figures mean nothing. Exit code 1 where a goal is missed: 1.5 times the tokens per second of
-``generate_batch``, attncore's share of a step under 2 %, the library's plan apart.
+``generate_batch``, with ``--compile`` twice as many; attncore's share of a step under 2 %, the library's plan apart.
 
 Of attncore a step's share counts the build without the library's plan and the engine's own fields, ``metadata.replay``
 without the launch of the graph, what the batch is told (requests that come and go, blocks), and entering and leaving
@@ -43,7 +43,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 OF_ATTNCORE = ("commit", "replay", "batch", "context")
 WARM_UP = 8
-TOKENS_GOAL, SHARE_GOAL = 1.5, 0.02
+TOKENS_GOAL, COMPILED_TOKENS_GOAL, SHARE_GOAL = 1.5, 2, 0.02
 
 
 def model_of(args):
@@ -147,7 +147,7 @@ def ours(model, prompts, args, backend):
     size = 256 if backend == "flash" else 16  # what flash-attn 2 has
     engine = Timed(
         model, num_blocks=args.pool_tokens // size + 1, max_num_reqs=args.concurrent, max_model_len=longest + 1,
-        max_num_batched_tokens=args.budget, block_size=size, backend=backend,
+        max_num_batched_tokens=args.budget, block_size=size, backend=backend, compile=args.compile,
     )  # fmt: skip
     engine.complete(warm_up_of(prompts, model.config.vocab_size), 4)  # kernels are compiled, allocations made
     engine.clear()
@@ -157,7 +157,7 @@ def ours(model, prompts, args, backend):
         wall = time.perf_counter() - start
     steps, spent = engine.num_steps, engine.spent()
     row = {
-        "who": f"attncore engine, {engine.choice.name} {engine.choice.variant}".strip(),
+        "who": f"attncore engine, {engine.choice.name} {engine.choice.variant}".strip() + ", compiled" * args.compile,
         "block_size": engine.block_size,
         "tokens_per_s": sum(map(len, outputs)) / wall,
         "wall_s": wall,
@@ -258,6 +258,7 @@ def arguments():
     add("--tiny", action="store_true")
     add("--trace")
     add("--backends", default="flashinfer")
+    add("--compile", action="store_true", help="layers of the engine's model are compiled")
     add("--theirs", default="sdpa", help="attention implementation of generate_batch")
     add("--requests", type=int, default=192)
     add("--concurrent", type=int, default=64)
@@ -324,10 +325,11 @@ def main():
     said = {}
     rows = [*rows_of_ours(model, prompts, args, said), *rows_of_theirs(model, prompts, args, said)]
     goals = goals_of(rows)
+    tokens_goal = COMPILED_TOKENS_GOAL if args.compile else TOKENS_GOAL
     missed = [
         who
         for who, found in goals.items()
-        if found["share_of_attncore"] >= SHARE_GOAL or not (found["times_generate_batch"] or 0) >= TOKENS_GOAL
+        if found["share_of_attncore"] >= SHARE_GOAL or not (found["times_generate_batch"] or 0) >= tokens_goal
     ]
     found = {
         "machine": machine(), "parameters": parameters, "requests": len(prompts), "concurrent": args.concurrent,

@@ -145,8 +145,9 @@ class Watch:
         self.calls, self.floors, self._floors, self._turn = [], [], {}, 0
         build, ours, watch = kind.build, not module, self
 
-        def watched(builder, prefix, given, *more, **options):
-            return watch.both(builder, build, check_sync, ours, (prefix, given, *more), options)
+        def watched(builder, common_prefix_len, common_attn_metadata, *more, **options):  # vLLM also names them
+            given = (common_prefix_len, common_attn_metadata, *more)
+            return watch.both(builder, build, check_sync, ours, given, options)
 
         kind.build = watched
 
