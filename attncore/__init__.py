@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         MetadataBuilder,
         Sequence,
         SequenceGroup,
+        StateGroup,
     )
     from attncore.builder import CommonAttentionState as AttentionState
     from attncore.builder.adopted.steps import AdoptedSteps
@@ -117,6 +118,7 @@ __all__ = [
     "Reason",
     "Sequence",
     "SequenceGroup",
+    "StateGroup",
     "Variant",
     "__version__",
     "attention",
@@ -139,7 +141,7 @@ _HOMES = {
     ),
     "builder": (
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
-        "Sequence SequenceGroup"
+        "Sequence SequenceGroup StateGroup"
     ),
     "builder.adopted.steps": "AdoptedSteps",
     "builder.lists.capture_state": "AttentionState",

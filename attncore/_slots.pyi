@@ -258,6 +258,7 @@ class GroupReader(Entrance):
     num_seqs: int
     num_ids: int
     encoder_group: int
+    placeholder_group: int
     def read(self, groups: Iterable[Any]) -> bool: ...
     def measure(
         self, block_size: int, window: int, chunked_prefill: bool, hit_anywhere: bool, multi_token_decode: bool

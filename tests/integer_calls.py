@@ -167,6 +167,11 @@ BLOCKS = {
     **each("count_common_blocks", builder.count_common_blocks, {"block_size": 4, "null_block": 2}, [[1, 2]], [8])
     | {"count_common_blocks:null_block": (2, lambda n: builder.count_common_blocks([[1, 2]], [8], 4, null_block=n))},
     **each("Placeholder", call.mapped, {"item": 3, "offset": 2, "length": 3, "embedding_start": 4}),
+    **each("PlaceholderMap.of_tokens", lambda **given: call.mapped().of_tokens(
+        **{"start": 1, "stop": 9, "first_row": 0} | given), {"start": 2, "stop": 2, "first_row": 0}),
+    "state_chunks:chunk_size": (3, lambda n: call.plain(builder.state_chunks([5, 2], n))),
+    "StateGroup:num_slots": (4, lambda n: builder.InputBatch(
+        max_num_reqs=2, max_model_len=8, groups=[builder.KVCacheGroup("g", 4), builder.StateGroup("s", n)]).nbytes),
     **{f"{name}:decode_threshold": (3, lambda n, name=name: call.plain(getattr(builder, name)(call.LENS, [0, 9], n)))
        for name in ("classify_requests", "reorder_batch", "split_three_ways")},
     **{f"{name}:extend_threshold": (5, lambda n, name=name: call.plain(getattr(builder, name)(call.LENS, [0, 9], 3, n)))

@@ -2,7 +2,7 @@
 
 PUBLIC_MODULES = {
     "attncore", "attncore.builder", "attncore.dense", "attncore.graphs", "attncore.kept_files", "attncore.merge",
-    "attncore.ops", "attncore.ops.cache_writer_triton", "attncore.reference", "attncore.testing",
+    "attncore.ops", "attncore.ops.cache_writer_triton", "attncore.ranks", "attncore.reference", "attncore.testing",
     "attncore.testing.latency", "attncore.testing.suite",
 }  # fmt: skip
 """Those that plugins, too, may import from."""

@@ -67,7 +67,10 @@ def escaped(text):
 
 LIMITS = {
     "KV-cache groups of a batch": "attncore.builder.persistent.kv_cache_group.MAX_GROUPS",
-    "columns of a builder": "attncore.builder.persistent.engine_fields.MOST_COLUMNS",
+    "groups of states of a batch": "attncore.builder.persistent.state_group.MOST_STATE_GROUPS",
+    "columns of a builder, with a column for each group of states": (
+        "attncore.builder.persistent.engine_fields.MOST_COLUMNS"
+    ),
     "tokens for which a host function makes arrays": "attncore.array_arguments.MOST_TOKENS",
     "block ids of a table that it makes": "attncore.array_arguments.MOST_BLOCKS",
     "entries of a collection in a backend's spec": "attncore.registry.spec.plain_values.MAX_ENTRIES",

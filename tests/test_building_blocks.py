@@ -12,8 +12,8 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ELSEWHERE = {
     "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
     "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup",
-    "SharedPrefix", "ThreeWaySplit", "VirtualBatch", "get_seq_len_block_table_args", "is_all_cross_attn_metadata_set",
-    "is_all_encoder_attn_metadata_set",
+    "SharedPrefix", "StateChunks", "StateGroup", "ThreeWaySplit", "VirtualBatch", "get_seq_len_block_table_args",
+    "is_all_cross_attn_metadata_set", "is_all_encoder_attn_metadata_set",
 }  # fmt: skip
 
 

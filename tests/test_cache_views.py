@@ -129,6 +129,51 @@ def test_blocks_are_copied_and_swapped_between_pairs_and_whole_caches():
         assert torch.equal(part.float(), old[[0, 2, 1, 0, 4]])
 
 
+class WithScales(Backend):
+    """A cache of one tensor that holds a number for each token beside its keys and values."""
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (num_blocks, block_size, num_kv_heads, 2 * head_size + 1)
+
+    def kv_cache_views(self, kv_cache):
+        if isinstance(kv_cache, torch.Tensor):
+            return kv_cache[..., :HEAD], kv_cache[..., HEAD : 2 * HEAD]
+        return super().kv_cache_views(kv_cache[:2])
+
+
+class Swaps(WithScales):
+    def swap_blocks(self, src_kv_cache, dst_kv_cache, src_to_dst):
+        super().swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+
+
+BESIDE = "[0-9]+ bytes, of which kv_cache_views shows [0-9]+ as keys and values; blocks of it are not copied"
+
+
+@pytest.mark.parametrize("kind", [WithScales, Swaps])
+def test_a_cache_that_holds_more_than_its_views_is_swapped_with_its_like_alone(kind):
+    """Else what stands beside the views would be left behind without a word."""
+    made = kind(backend().config)
+    whole, pair = made.allocate_kv_cache(3), (half(3, SIZE, HEADS, HEAD), half(3, SIZE, HEADS, HEAD))
+    before = [numbered(part.shape).to(part.dtype).remainder(16) for part in (whole, *pair)]
+    for part, numbers in zip((whole, *pair), before, strict=True):
+        part.copy_(numbers)
+    with pytest.raises(ValueError, match=rf"^src_kv_cache: holds {BESIDE}.* swap_blocks in {kind.__name__}"):
+        made.swap_blocks(whole, pair, [(0, 1)])
+    with pytest.raises(ValueError, match=rf"^dst_kv_cache: holds {BESIDE}"):
+        made.swap_blocks(pair, whole, [(0, 1)])
+    assert all(map(torch.equal, (whole, *pair), before))
+    made.swap_blocks(whole, whole, [(0, 1)])
+    assert torch.equal(whole[1], before[0][0])
+    made.swap_blocks(pair, pair, [(0, 1)])
+
+
+def test_three_tensors_are_copied_by_a_class_that_copies_the_third_alone():
+    cache = (half(3, SIZE, HEADS, HEAD), half(3, SIZE, HEADS, HEAD), half(3, SIZE))
+    with pytest.raises(ValueError, match=rf"^src_kv_cache: holds {BESIDE}"):
+        WithScales(backend().config).copy_blocks([cache], [(0, 1)])
+    Swaps(backend().config).copy_blocks([cache], [(0, 1)])
+
+
 def step(slots, name="slot_mapping"):
     return types.SimpleNamespace(**{name: torch.tensor(slots, dtype=torch.int64)})
 

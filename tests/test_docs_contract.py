@@ -218,3 +218,55 @@ def test_a_feature_of_scales_is_declared_with_those_before_it(feature):
             name="acme", api=1, factory="a:B", devices={"any": 1}, dtypes={"float32"}, head_sizes={8}, block_sizes={4},
             kv_cache_dtypes={"fp8_e4m3"}, features={feature},
         )  # fmt: skip
+
+
+def test_what_of_a_layer_is_in_its_plan_key():
+    """Layers that differ in the rest alone share a key."""
+    text = CONTRACT[CONTRACT.index("A layer's plan key is a `PlanKey`") :].partition("\n\n")[0]
+    told = " ".join(text.split()).split("and nothing else")
+    inside, outside = (set(re.findall(r"`(\w+)`", part)) for part in told)
+    assert inside - {"PlanKey"} == set(attncore.PlanKey._fields)
+    layer = {"scale": 1.0, "sliding_window": None, "logits_soft_cap": None, "attn_type": "decoder"}
+    others = {"scale": 0.5, "sliding_window": 3, "logits_soft_cap": 2.0, "attn_type": "encoder_only"}
+    backend = ReferenceBackend(attncore.BackendConfig(**FIELDS))
+    for name, value in others.items():
+        backend.forget_layers()
+        for number, given in enumerate((layer, layer | {name: value})):
+            backend.impl(f"layers.{number}", **given)
+        assert len(backend.plan_keys) == 2, name
+    backend.forget_layers()
+    for number, given in enumerate(({}, {"alibi_slopes": [0.5] * 2}, {"sinks": [0.5] * 2})):
+        backend.impl(f"layers.{number}", **layer, **given)
+        assert given.keys() <= outside
+    assert len(backend.plan_keys) == 1
+
+
+class Shapes(ReferenceBackend):
+    """Notes in ``plan`` what the host knows of tensors on the device."""
+
+    def plan(self, metadata):
+        self.seen = {name: described(metadata, name) for name in ("block_table", "seq_lens", "slot_mapping")}
+
+
+def described(metadata, name):
+    tensor = getattr(metadata, name)
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr()
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_plan_reads_shapes_and_addresses_of_tensors_on_the_device(transport):
+    backend = Shapes(attncore.BackendConfig(**FIELDS))
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport=transport)
+    for name in "ab":
+        batch.add_request(name, [1, 2, 3], num_computed_tokens=5)
+    for scheduled in ({}, {"a": 3}):
+        step = builder.build(scheduled)
+        assert backend.seen == {name: described(step, name) for name in backend.seen}
+
+
+def test_the_shape_of_a_cache_is_that_of_the_whole_one():
+    backend = ReferenceBackend(attncore.BackendConfig(**FIELDS))
+    whole = backend.allocate_kv_cache(3)
+    assert tuple(whole.shape) == tuple(backend.kv_cache_shape(3, 4, 2, 8))
+    assert sum(view.numel() for view in backend.kv_cache_views(whole)) == whole.numel()

@@ -16,6 +16,7 @@ LAYERS = {
         "cli __main__",
         "versions",
         "json_lines replay testing integrations",
+        "ranks",
         "registry reference dense merge",
         "abstract ops",
         "builder",
@@ -33,6 +34,7 @@ LAYERS = {
         "persistent lists adopted",
         "device blocks",
         "received_metadata first_generation_fields metadata slices device_slices first_generation_names needed_fields "
+        "rank_drafts "
         "uncopied",
         "grid show",
         "read_only reused checked_backend",

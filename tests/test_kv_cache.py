@@ -29,10 +29,12 @@ def test_sizes(name):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"^layout: 'HND'"):
-        kv_cache.allocate(5, 4, 2, 3, dtype=torch.float32, layout="HND")
-    with pytest.raises(ValueError, match=r"^kv_cache_dtype: 'fp8_e4m3'"):
-        kv_cache.cache_dtype("fp8_e4m3", "bfloat16")
+    with pytest.raises(ValueError, match=r"^layout: 'own' is not supported here; choose one of NHD, HND"):
+        kv_cache.allocate(5, 4, 2, 3, dtype=torch.float32, layout="own")
+    with pytest.raises(ValueError, match=r"^layout: 'hnd'"):
+        kv_cache.key_value(filled(), layout="hnd")
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: 'fp8'"):
+        kv_cache.cache_dtype("fp8", "bfloat16")
     with pytest.raises(ValueError, match=r"^dtype: 'int32'"):
         kv_cache.cache_dtype("auto", "int32")
     assert kv_cache.cache_dtype("auto", "float16") is torch.float16
@@ -64,6 +66,63 @@ def test_write_and_read(layout):
         assert torch.equal(found, whole)
         wanted = torch.tensor([[19, 0], [6, 3]])
         assert torch.equal(kv_cache.read(found, wanted), whole.flatten(0, 1)[wanted])
+
+
+@pytest.mark.parametrize("size_v", [3, 2])
+def test_heads_first_is_the_same_cache_with_two_axes_in_turn(size_v):
+    given = {"dtype": torch.float32, "head_size_v": size_v}
+    plain, other = (kv_cache.allocate(5, 4, 2, 3, layout=layout, **given) for layout in ("NHD", "HND"))
+    assert other.shape == ((2, 5, 2, 4, 3) if size_v == 3 else (5, 2, 4, 5))
+    key, value, slots = torch.randn(3, 2, 3), torch.randn(3, 2, size_v), torch.tensor([17, -1, 6])
+    kv_cache.write(key, value, plain, slots)
+    kv_cache.write(key, value, other, slots, layout="HND")
+    assert torch.equal(other.transpose(-3, -2), plain)
+    uneven = None if size_v == 3 else size_v
+    for found, wanted in zip(kv_cache.key_value(other, uneven, "HND"), kv_cache.key_value(plain, uneven), strict=True):
+        assert torch.equal(found, wanted)
+        assert torch.equal(kv_cache.read(found, slots.clamp(min=0)), kv_cache.read(wanted, slots.clamp(min=0)))
+    kv_cache.copy_blocks(other, [(4, 0)], block_dim=1)
+    if size_v == 3:
+        assert torch.equal(other[:, 0], other[:, 4])
+        assert other[:, 0].any()
+
+
+SCALES = {"number": (0.5, 3.0), "tensor": (torch.tensor([0.5]), torch.tensor([3.0])),
+          "of each head": (torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25]))}  # fmt: skip
+
+
+def in_fp8(number, dtype, scale):
+    """One number as an fp8 cache gives it back, by its definition: the nearest of all that the format has."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    every = every[every.isfinite()]
+    return float(every[(every - number / scale).abs().argmin()]) * scale
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", list(kv_cache.FP8_DTYPES.values()), ids=list(kv_cache.FP8_DTYPES))
+@pytest.mark.parametrize("kind", SCALES)
+def test_an_fp8_cache_holds_the_nearest_number_of_its_format(kind, dtype, layout):
+    scales = SCALES[kind]
+    cache = kv_cache.allocate(5, 4, 2, 3, dtype=dtype, layout=layout)
+    key, value = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
+    key[0, 1, 2], value[2, 0, 0] = 1e6, -1e6  # beyond the range of either
+    slots = torch.tensor([17, -1, 6])
+    kv_cache.write(key, value, cache, slots, layout=layout, k_scale=scales[0], v_scale=scales[1])
+    found = kv_cache.key_value(cache, layout=layout)
+    for new, held, scale in zip((key, value), found, scales, strict=True):
+        answer = kv_cache.restored(kv_cache.read(held, torch.tensor([17, 6])), scale)
+        for row, token in enumerate((0, 2)):
+            for head in range(2):
+                one = scale if isinstance(scale, float) else float(scale[min(head, len(scale) - 1)])
+                wanted = [in_fp8(float(number), dtype, one) for number in new[token, head]]
+                assert answer[row, head].tolist() == wanted
+        assert not kv_cache.read(held, torch.tensor([0, 16, 18])).float().any()
+    before = cache.view(torch.uint8).clone()
+    kv_cache.copy_blocks(cache, [(4, 0)])
+    assert torch.equal(cache.view(torch.uint8)[:, 0], before[:, 4])
+    target = torch.zeros_like(cache)
+    kv_cache.swap_blocks(cache, target, [(4, 2)])
+    assert torch.equal(target.view(torch.uint8)[:, 2], before[:, 4])
 
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

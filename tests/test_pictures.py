@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import draw_pictures
 import pytest
 from pictures import engine, negotiation, slots
-from pictures.plots import read
 from pictures.svg import Picture
 
 import attncore
@@ -82,7 +81,7 @@ def test_the_example_of_negotiation_is_what_select_says():
 
 def test_the_figures_of_the_run_inside_vllm_are_those_of_the_documents():
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    builds = engine.builds(read(engine.RUN))
+    builds = engine.builds(engine.run())
     rows = re.findall(r"^\| (\d+) \| (eager|FULL_DECODE_ONLY) \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     assert len(rows) == 6
     for size, mode, theirs, ours in rows:

@@ -3,27 +3,32 @@
 from pictures.plots import read
 from pictures.svg import Picture
 
-RUN = "gpu/vllm_20261123.json"
+THEIRS, OURS = "gpu/vllm_20261123.json", "gpu/vllm_20261123b.json"
 BACKENDS = (("FLASHINFER", "vLLM", "orange", 4), ("ATTNCORE_FLASHINFER", "attncore", "blue", 0))
 """Name in vLLM, whose it is, and the colours of its bars and of their figures."""
 MODES = (("eager", "without graphs (eager)"), ("FULL_DECODE_ONLY", "decodes in CUDA graphs (FULL_DECODE_ONLY)"))
 
 
-def builds(run):
+def builds(rows):
     """(backend, mode) -> requests -> microseconds of `build`, the median of the last round, which is warm."""
     return {
         (name, mode): {
-            int(size): rounds[-1]["build_us_median"] for size, rounds in run[f"{name}, {mode}"]["rates"].items()
+            int(size): rounds[-1]["build_us_median"] for size, rounds in rows[f"{name}, {mode}"]["rates"].items()
         }
         for name, *_ in BACKENDS
         for mode, _ in MODES
     }
 
 
+def run():
+    """vLLM's rows of one run, and attncore's of a later one."""
+    return {**read(THEIRS), **{name: row for name, row in read(OURS).items() if name.startswith(BACKENDS[1][0])}}
+
+
 def inside_vllm():
-    run = read(RUN)
-    found = builds(run)
-    one = run[f"{BACKENDS[0][0]}, {MODES[0][0]}"]
+    rows = run()
+    found = builds(rows)
+    one = rows[f"{BACKENDS[0][0]}, {MODES[0][0]}"]
     said = "; ".join(
         f"{told}: " + ", ".join(
             f"{size} requests {found['FLASHINFER', mode][size]:.0f} and {us:.0f}"

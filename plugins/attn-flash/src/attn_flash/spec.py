@@ -20,7 +20,7 @@ _FEATURES = {"2": {*_COMMON, "alibi", "alibi_standard"}, "4": {*_COMMON, "sinks"
 _UNSUPPORTED = {
     "2": {
         "sinks": "the kernel has no place for them; fa4 has",
-        "kv_scales": "the kernel reads no fp8 cache",
+        "kv_scales": "flash-attn 2 reads caches of the query's dtype alone, float16 or bfloat16, and has no fp8",
         "tree_mask": "it takes no mask",
     },
     "4": {
