@@ -35,19 +35,20 @@ def select_for_model(
     asked = [layer.asked() for layer in layers]
     if said := [name for name in asked[0] if name in fields and name != "features"]:
         raise TypeError(f"{said[0]}: {quoted(fields[said[0]])} given, but the model's layers say it; leave it out")
+    given = frozenset(fields.pop("features", ()))
     together = {
         **asked[0],
         "sliding_window": next((one["sliding_window"] for one in asked if one["sliding_window"]), None),
         "logits_soft_cap": next((one["logits_soft_cap"] for one in asked if one["logits_soft_cap"]), None),
         "sinks": any(one["sinks"] for one in asked),
-        "features": set().union(*(one["features"] for one in asked), fields.pop("features", ())),
+        "features": given.union(*(one["features"] for one in asked)),
     }
     try:
         return select(AttentionRequest(**together, **fields), host=host)
     except NoBackendError as error:
         for layer, one in zip(layers, asked, strict=True):
             try:
-                select(AttentionRequest(**one, **fields), host=host)
+                select(AttentionRequest(**{**one, "features": given.union(one["features"])}, **fields), host=host)
             except NoBackendError as alone:
                 raise NoBackendError(f"layer {layer.name}: {alone}") from None
         raise NoBackendError(f"{type(model).__name__}: no backend runs all of its layers: {error}") from None
