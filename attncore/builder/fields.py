@@ -223,7 +223,10 @@ def names_to_skip(metadata: object, names: Iterable[str] | None) -> frozenset[st
     """``skip_fields`` of ``asdict_zerocopy``, checked; fields of a subclass count as fields."""
     if isinstance(names, str):
         raise TypeError(f"skip_fields: {quoted(names)} is a str; give a collection of names")
-    skip = frozenset(names or ())
+    try:
+        skip = frozenset(() if names is None else names)
+    except TypeError as error:
+        raise TypeError(f"skip_fields: {quoted(names)} is no collection of names: {error}") from None
     others = skip - FIELDS.keys() - set(BROADCAST)
     if others:
         annotated = (vars(kind).get("__annotations__", ()) for kind in type(metadata).__mro__)

@@ -112,8 +112,10 @@ def build_batch(
     names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
     fields = fields_of_metadata(metadata, names)
     if any(group.placeholders is not None for group in batch.groups):
-        maps = metadata.multi_modal_placeholder_index_maps
-        fields["multi_modal_placeholder_index_maps"] = {name: one._asdict() for name, one in maps.items()}
+        fields["multi_modal_placeholder_index_maps"] = {
+            name: {"src": one.source_indices, "dest": one.token_indices}
+            for name, one in metadata.placeholder_maps.items()
+        }
     return as_json(fields, max_answer)
 
 

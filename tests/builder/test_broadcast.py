@@ -65,6 +65,10 @@ def test_only_fields_are_skipped():
         metadata.asdict_zerocopy(["slot_maping"])
     with pytest.raises(ValueError, match="skip_fields: 3 is no field of metadata"):
         metadata.asdict_zerocopy([3])
+    with pytest.raises(TypeError, match="skip_fields: 5 is no collection of names"):
+        metadata.asdict_zerocopy(skip_fields=5)
+    with pytest.raises(ValueError, match=r"skip_fields: .* is no field of metadata"):
+        metadata.asdict_zerocopy(skip_fields=np.array(["a", "b"]))
     with pytest.raises(TypeError, match="skip_fields: 'slot_mapping' is a str; give a collection of names"):
         metadata.asdict_zerocopy("slot_mapping")
     extended = metadata_of(metadata.asdict_zerocopy(), None, Extended)

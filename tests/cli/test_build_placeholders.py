@@ -89,3 +89,16 @@ def test_a_modality_that_stands_twice_is_refused():
     twice = line({"image": IMAGES}).replace('"image": [', '"image": [], "image": [')
     with pytest.raises(ValueError, match=r"^image: stands twice in one object"):
         parse_batch(twice)
+
+
+def test_an_answer_is_counted_before_memory_is_taken_for_it():
+    """Two numbers for each token: a line of 150 bytes took 3.3 GB."""
+    sequences = [{"seq_id": 0, "query_len": 900, "context_len": 0, "block_table": None}]
+    group = {"is_prompt": True, "sequences": sequences, "placeholders": {"image": [{"offset": 0, "length": 900}]}}
+    batch = parse_batch(json.dumps({"block_size": 4, "groups": [group]}))
+    with pytest.raises(ValueError, match=r"^groups: 900 tokens of placeholders, with two numbers each, are more than"):
+        build_batch(batch, max_answer=4096)
+    with pytest.raises(ValueError, match=r"^answer: .* bytes are longer than 5500"):
+        build_batch(batch, max_answer=5500)
+    answer = build_batch(batch, max_answer=20000)["multi_modal_placeholder_index_maps"]
+    assert answer == {"image": {"src": list(range(900)), "dest": list(range(900))}}

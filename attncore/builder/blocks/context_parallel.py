@@ -195,6 +195,7 @@ class ContextParallel:
             req_ids=metadata.req_ids,
             decodes_first=metadata.decodes_first,
             from_groups=metadata.from_groups,
+            _placeholder_maps=metadata.placeholder_maps,
         )
         if backend is not None:
             refuse_rank_drafts(mine, backend)

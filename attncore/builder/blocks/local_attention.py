@@ -92,8 +92,9 @@ def local_attention_metadata(
     """``metadata`` with virtual requests in place of requests, which a backend runs like any other batch.
 
     Tokens, slots and positions are those of the batch. ``logits_indices`` are the last tokens of virtual requests: for
-    sampling, use those of the batch. Virtual requests of decodes are decodes. Raises ValueError for a batch that is
-    padded for a graph, of a cross group or of one rank of several, and for lengths that a sliding window has capped.
+    sampling, use those of the batch, as its ``placeholder_maps``. Virtual requests of decodes are decodes. Raises
+    ValueError for a batch that is padded for a graph, of a cross group or of one rank of several, and for lengths that
+    a sliding window has capped.
     """
     check_metadata("metadata", metadata)
     host = metadata.host

@@ -6,7 +6,8 @@ a range; the map then has only that part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -108,41 +109,75 @@ def placeholder_map(
             f"placeholders: those of {counted(len(placeholders), 'request')} for {len(queries)}; give each a list"
         )
     checked = [checked_ranges(f"placeholders[{row}]", ranges) for row, ranges in enumerate(placeholders)]
-    return map_of_ranges(checked, range(len(checked)), contexts, queries)
+    ranges = [[("", one) for one in of_row] for of_row in checked]
+    runs = runs_of_ranges([""], ranges, range(len(ranges)), contexts, queries)
+    array_arguments.at_most("placeholders", num_tokens(runs), array_arguments.MOST_TOKENS, "tokens of them in the step")
+    return to_map(runs[""])
 
 
-def map_of_ranges(
-    ranges: Sequence[Sequence[Placeholder]], owners: Sequence[int], contexts: Int32Array, queries: Int32Array
-) -> PlaceholderMap:
-    """``placeholder_map`` of ranges as ``checked_ranges`` gives them and of checked lengths.
+class Runs(NamedTuple):
+    """The runs of one modality, and where the embeddings of each one's item begin among those of all items."""
 
-    Rows of one owner share their items: ``owners`` has a number for each row.
+    runs: list[PlaceholderRun]
+    first_rows: list[int]
+
+
+def runs_of_ranges(
+    modalities: Iterable[str],
+    ranges: Sequence[Sequence[tuple[str, Placeholder]]],
+    owners: Sequence[int],
+    contexts: Int32Array,
+    queries: Int32Array,
+) -> dict[str, Runs]:
+    """Modality -> the runs of a step, of checked lengths. Looks at no range twice that a row does not run.
+
+    ``ranges`` are those of each row with their modalities, in the order of offsets and without overlap. ``owners`` has
+    a number for each row: rows of one owner have the same ranges, and share their items.
     """
-    runs: list[PlaceholderRun] = []
-    rows_of_items: dict[tuple[int, int], int] = {}
+    found = {modality: Runs([], []) for modality in modalities}
+    ends: dict[int, list[int]] = {}
+    sizes: dict[int, dict[tuple[str, int], int]] = {}
+    starts: dict[tuple[int, str, int], int] = {}
+    rows_so_far = dict.fromkeys(found, 0)
     first_token = 0
     lengths = zip(ranges, owners, contexts.tolist(), queries.tolist(), strict=True)
     for row, (of_row, owner, context, query) in enumerate(lengths):
-        for item, offset, length, embedding_start in of_row:
-            start, stop = max(offset, context), min(offset + length, context + query)
-            if start < stop:
-                token = first_token + start - context
-                runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
-                rows_of_items.setdefault((owner, item), _rows_of(item, of_row))
+        if owner not in ends:
+            ends[owner], sizes[owner] = [one.offset + one.length for _, one in of_row], _rows_of_items(of_row)
+        for index in range(bisect_right(ends[owner], context), len(of_row)):
+            modality, (item, offset, _, embedding_start) = of_row[index]
+            start, stop = max(offset, context), min(ends[owner][index], context + query)
+            if start >= stop:
+                break
+            key = owner, modality, item
+            if key not in starts:
+                starts[key] = rows_so_far[modality]
+                rows_so_far[modality] += sizes[owner][modality, item]
+            token = first_token + start - context
+            found[modality].runs.append(
+                PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset)
+            )
+            found[modality].first_rows.append(starts[key])
         first_token += query
-    total = sum(run.token_stop - run.token_start for run in runs)
-    array_arguments.at_most("placeholders", total, array_arguments.MOST_TOKENS, "tokens of them in the step")
-    starts = dict(zip(rows_of_items, np.cumsum([0, *rows_of_items.values()]).tolist(), strict=False))
-    return _to_arrays(runs, [starts[owners[run.req_index], run.item] for run in runs])
+    return found
 
 
-def _rows_of(item: int, ranges: Sequence[Placeholder]) -> int:
-    """How many rows of embeddings an item has, as far as its tokens take them."""
-    return max(one.embedding_start + one.length for one in ranges if one.item == item)
+def num_tokens(found: Mapping[str, Runs]) -> int:
+    """Tokens of the step that are in the runs."""
+    return sum(run.token_stop - run.token_start for one in found.values() for run in one.runs)
 
 
-def _to_arrays(runs: list[PlaceholderRun], items: list[int]) -> PlaceholderMap:
-    """The map of ``runs``; the embeddings of the item of each begin at row ``items`` of all."""
+def _rows_of_items(ranges: Sequence[tuple[str, Placeholder]]) -> dict[tuple[str, int], int]:
+    """How many rows of embeddings each item of each modality has, as far as its tokens take them."""
+    sizes: dict[tuple[str, int], int] = {}
+    for modality, (item, _, length, embedding_start) in ranges:
+        sizes[modality, item] = max(sizes.get((modality, item), 0), embedding_start + length)
+    return sizes
+
+
+def to_map(found: Runs) -> PlaceholderMap:
+    """The map of the runs of one modality."""
+    runs, first_rows = found
     columns = np.array(runs, np.int64).reshape(-1, 5).T
     rows, numbers, starts, stops, embedding_starts = columns
     lengths = stops - starts
@@ -154,7 +189,7 @@ def _to_arrays(runs: list[PlaceholderRun], items: list[int]) -> PlaceholderMap:
         np.repeat(numbers, lengths).astype(np.int32),
         embeddings,
         tuple(runs),
-        embeddings + np.repeat(np.array(items, np.int64), lengths),
+        embeddings + np.repeat(np.array(first_rows, np.int64), lengths),
     )
 
 

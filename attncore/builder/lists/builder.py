@@ -9,6 +9,7 @@ import numpy as np
 
 from attncore import arguments
 from attncore.arguments import INT32_MAX, UNREADABLE
+from attncore.builder.blocks.placeholder_map import PlaceholderMap
 from attncore.builder.lists import error_texts
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.encoders import encoder_fields
@@ -168,7 +169,9 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 f"{counted(self.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
-        host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
+        sizes = reader.num_seqs, num_reqs, num_tokens, width, num_pages
+        maps = self._placeholder_maps(groups, pad, sizes) if reader.placeholder_group >= 0 else None
+        host = allocate(*sizes)
         self._fill(pad, vars(host._arrays))
         metadata = self.metadata_class(
             host,
@@ -192,8 +195,8 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
             vars(own_arrays(host)).update(fields)
             vars(metadata).update(counts)
-        if reader.placeholder_group >= 0:
-            vars(metadata)["_placeholder_maps"] = placeholder_maps(groups, host.context_lens, host.query_lens)
+        if maps is not None:
+            vars(metadata)["_placeholder_maps"] = maps
         if planned and self.plan is not None:
             self.plan(metadata)
         return metadata
@@ -220,6 +223,14 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 dialect.name,
             )
         return measures
+
+    def _placeholder_maps(self, groups: Any, pad: int, sizes: Any) -> dict[str, PlaceholderMap]:
+        """The maps of the step that was read. It is filled twice, first here: a step whose placeholders are refused
+        is not to be found where ``allocate`` has it written, such as the buffers of a graph.
+        """
+        host = _new_arrays(*sizes)
+        self._fill(pad, vars(host._arrays))
+        return placeholder_maps(groups, host.context_lens, host.query_lens, self.max_numbers)
 
     def _fill(self, pad: int, host: dict[str, Any]) -> None:
         """Writes the step that was read to the arrays of ``host``: a dict, whose items are found faster."""

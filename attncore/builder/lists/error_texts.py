@@ -68,6 +68,14 @@ def changed_groups() -> ValueError:
     return ValueError("groups: changed while they were read; give each build lists that no other code writes to")
 
 
+def too_many_placeholders(count: int, most: int) -> ValueError:
+    """The error of placeholders that ask for more numbers than an answer of ``attncore build`` may have."""
+    return ValueError(
+        f"groups: {counted(count, 'token')} of placeholders, with two numbers each, are more than the "
+        f"{counted(most, 'number')} allowed here (`attncore build` has --max-answer)"
+    )
+
+
 def _places(groups: Any) -> list[tuple[int, int, Any]]:
     """(group, index in it, sequence) of every row."""
     return [(i, j, sequence) for i, group in enumerate(groups) for j, sequence in enumerate(own_items(group[1]))]

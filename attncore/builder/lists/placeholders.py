@@ -6,40 +6,57 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from attncore import array_arguments
 from attncore.arguments import own_items
 from attncore.array_arguments import Int32Array
-from attncore.builder.blocks.placeholder_map import Placeholder, PlaceholderMap, checked_ranges, map_of_ranges
+from attncore.builder.blocks.placeholder_map import (
+    Placeholder,
+    PlaceholderMap,
+    checked_ranges,
+    num_tokens,
+    runs_of_ranges,
+    to_map,
+)
 from attncore.builder.lists import error_texts
 from attncore.quoted import quoted, type_name
 
 Ranges = dict[str, list[Placeholder]]
+"""A group's placeholders by modality."""
 
 
-def placeholder_maps(groups: Any, context_lens: Int32Array, query_lens: Int32Array) -> dict[str, PlaceholderMap]:
+def placeholder_maps(
+    groups: Any, context_lens: Int32Array, query_lens: Int32Array, most: int | None
+) -> dict[str, PlaceholderMap]:
     """Modality -> the tokens of the step that take its embeddings, for each modality of ``groups``, in their order.
 
-    Lengths are int32[n], of the rows of the step; each sequence of a group is a row. Raises ValueError or TypeError
-    that names the group and the placeholder.
+    Lengths are int32[n], of the rows of the step; each sequence of a group is a row. ``most`` numbers may stand in the
+    answer to a line of ``attncore build``, None: it is none. Raises ValueError or TypeError that names the group and
+    the placeholder.
     """
-    by_row: list[Ranges] = []
+    modalities: dict[str, None] = {}
+    by_row: list[list[tuple[str, Placeholder]]] = []
     owners: list[int] = []
     for index, group in enumerate(groups):
         items = own_items(group)
-        ranges = _checked(f"groups[{index}].placeholders", items[5] if len(items) > 5 else None)
+        path = f"groups[{index}].placeholders"
+        ranges = _checked(path, items[5] if len(items) > 5 else None)
+        modalities |= dict.fromkeys(ranges)
+        in_order = _in_order(path, ranges)
         count = len(own_items(items[1]))
-        by_row += [ranges] * count
+        by_row += [in_order] * count
         owners += [index] * count
     if len(by_row) != len(query_lens):
         raise error_texts.changed_groups()
-    modalities = dict.fromkeys(modality for ranges in by_row for modality in ranges)
-    return {
-        modality: map_of_ranges([ranges.get(modality, []) for ranges in by_row], owners, context_lens, query_lens)
-        for modality in modalities
-    }
+    found = runs_of_ranges(modalities, by_row, owners, context_lens, query_lens)
+    count = num_tokens(found)
+    array_arguments.at_most("placeholders", count, array_arguments.MOST_TOKENS, "tokens of them in the step")
+    if most is not None and 2 * count > most:
+        raise error_texts.too_many_placeholders(count, most)
+    return {modality: to_map(runs) for modality, runs in found.items()}
 
 
 def _checked(path: str, placeholders: Any) -> Ranges:
-    """A group's placeholders by modality; each token takes one embedding at most."""
+    """A group's placeholders, each modality's in the order of offsets."""
     if placeholders is None:
         return {}
     if not isinstance(placeholders, Mapping):
@@ -49,8 +66,17 @@ def _checked(path: str, placeholders: Any) -> Ranges:
         if not isinstance(modality, str) or not modality:
             raise TypeError(f"{path}: {quoted(modality)} is no name of a modality, such as 'image'")
         found[modality] = checked_ranges(f"{path}[{quoted(modality)}]", ranges)
-    placed = sorted((one.offset, one.length, modality) for modality, ranges in found.items() for one in ranges)
-    for (offset, length, modality), (later, _, other) in pairwise(placed):
-        if later < offset + length:
-            raise ValueError(f"{path}: {modality} and {other} both take token {later}; a token takes one embedding")
     return found
+
+
+def _in_order(path: str, found: Ranges) -> list[tuple[str, Placeholder]]:
+    """The placeholders of all modalities in the order of offsets; each token takes one embedding at most."""
+    placed = sorted(
+        ((modality, one) for modality, ranges in found.items() for one in ranges), key=lambda pair: pair[1].offset
+    )
+    for (modality, before), (other, after) in pairwise(placed):
+        if after.offset < before.offset + before.length:
+            raise ValueError(
+                f"{path}: {modality} and {other} both take token {after.offset}; a token takes one embedding"
+            )
+    return placed

@@ -343,6 +343,10 @@ class Assembly:
                 wrong = "below 0" if count < 0 else f"above {INT32_MAX}"
                 raise ValueError(f"scheduled: {count} for {req_id!r} is {wrong}")
             query_lens[row] = count
+        if self.core.states:
+            for row in order.paused:
+                if query_lens[row]:
+                    raise error_texts.without_slot(self.core, row)
 
     def _tokens_of_step(self) -> tuple[int, int]:
         """Tokens and encoder tokens of the scheduled step."""

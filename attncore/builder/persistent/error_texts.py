@@ -59,6 +59,17 @@ def refused_step(
     return ValueError(f"block_table: {who} {problem} (append_blocks)")
 
 
+def without_slot(core: BatchCore, row: int) -> ValueError:
+    """The error of a step that runs a preempted request before ``append_blocks`` gave it all it takes."""
+    held = core.held(row)
+    missing = next((name for name in (*core.states, *core.tables) if not held[name]), "")
+    what = "slot" if missing in core.states else "block"
+    return ValueError(
+        f"scheduled: row {row} (request {core.order.req_ids[row]!r}) was preempted and rests until it has a slot in "
+        f"each group of states, and blocks; it has no {what} in group {missing!r} (append_blocks)"
+    )
+
+
 def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> ValueError:
     """The error of a step that runs tokens which a column has not."""
     computed = core.num_computed(row)

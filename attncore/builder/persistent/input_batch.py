@@ -383,6 +383,7 @@ class InputBatch(KeepsColumns, Uncopied):
         slot = slots.checked_slot("block_id", block_id)
         self._core.undo.append((slots.hold, row, held))
         slots.hold(row, [slot])
+        self._core.count_change()  # for steps ahead, which would go on with the slot before
         return held[0]
 
     def _table(self, group: str | None) -> BlockTable:

@@ -164,6 +164,9 @@ cdef class SentSteps:
                     return False
             query_lens[row] = <length_t> tokens
             guess = row + 1
+        for row in self.order.paused:  # one that holds no slot of states yet, perhaps
+            if row < n and query_lens[row]:
+                return False
         return True
 
     cdef object _arranged(self, shape, dict scheduled, length_t each):

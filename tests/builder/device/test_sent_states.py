@@ -5,6 +5,7 @@ import pytest
 from builder.device.test_sent_fields import backend
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
+from attncore.errors import CaptureError
 
 
 class Seen:
@@ -60,6 +61,19 @@ def test_steps_ahead_keep_their_slots(kernels):
         steps.replay(graph)
     slots, first, later = [5, 2, 0, 0], [True, False, False, False], [True, True, False, False]
     assert graph.seen == [(slots, first), (slots, later), (slots, later)]
+
+
+def test_a_slot_that_moves_ends_steps_ahead(kernels):
+    """The device has the slot of before for those that are left."""
+    batch, builder = two_with_states(kernels)
+    graph = Seen(builder.capture(4))
+    steps = builder.run_ahead(3, bucket=4)
+    steps.replay(graph)
+    batch.replace_block("a", 0, 7, "mamba")
+    with pytest.raises(CaptureError, match="requests have left or blocks have moved"):
+        steps.replay(graph)
+    assert len(graph.seen) == steps.stop() == 1
+    assert builder.build(bucket=4).states["mamba"].state_slot.tolist() == [7, 2, 0, 0]
 
 
 def test_verdicts_on_drafts_are_refused(kernels):

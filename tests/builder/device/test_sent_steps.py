@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attncore import InputBatch, MetadataBuilder
+from attncore import InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
 from attncore.builder.fields import FIELDS
 from attncore.errors import CaptureError
 from attncore.kernels import load_kernels
@@ -207,3 +207,18 @@ def test_a_graph_without_record_or_without_replay_is_refused(nodes):
     metadata.replay(served.graphs[4])
     with pytest.raises(CaptureError, match="replayed once"):
         metadata.replay(served.graphs[4])
+
+
+def test_a_request_that_rests_for_a_slot_is_refused_in_one_call_too(nodes):
+    groups = [KVCacheGroup("full", BLOCK), StateGroup("mamba")]
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, groups=groups)
+    builder = MetadataBuilder(batch, nodes.Backend("cpu", BLOCK), max_num_batched_tokens=32, transport="graph")
+    for name in "ab":
+        batch.add_request(name, {"full": [1, 2], "mamba": [1 + "ab".index(name)]})
+    assert builder._sent_step({"a": 2}, 1, None).states["mamba"].state_slot.tolist() == [2, 1]
+    batch.preempt("a")
+    batch.append_blocks("a", {"full": [3]})
+    assert builder._sent_step({"a": 1}, 1, None) is None
+    with pytest.raises(ValueError, match=r"^scheduled: .*'a'\) was preempted and rests"):
+        builder.build({"a": 1})
+    assert builder._sent_step({"a": 0}, 1, None).req_ids == ("b",)

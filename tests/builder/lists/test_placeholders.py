@@ -1,20 +1,24 @@
 """Placeholders of groups: the maps of a step by modality, against maps made a token at a time, and what is refused."""
 
 import copy
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncore import BackendConfig
 from attncore.builder import (
     BatchSlice,
     CommonMetadataBuilder,
+    ContextParallel,
     Placeholder,
     Sequence,
     SequenceGroup,
     slice_metadata,
 )
+from attncore.reference import ReferenceBackend
 
 KERNELS = ["cython", "numba"]
 IMAGE, SOUND = Placeholder(0, 2, 6), Placeholder(0, 9, 2)
@@ -176,6 +180,74 @@ def test_a_step_that_advances_takes_no_embedding():
     assert metadata.placeholder_maps["image"].embedding_indices.tolist() == [5]
     metadata.advance_step(np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
     assert metadata.placeholder_maps == {}
+
+
+def lines_of(function):
+    """How many lines of attncore a call runs."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace if "attncore" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def items_in_a_prompt(n):
+    ranges = [Placeholder(item, 2 * item, 1) for item in range(n)]
+    return [SequenceGroup(True, [Sequence(0, 2 * n, 0, table_for(2 * n))], placeholders={"image": ranges})]
+
+
+def sequences_of_many_items(n):
+    ranges = [Placeholder(item, 2 * item, 1) for item in range(n)]
+    sequences = [Sequence(index, 1, 2 * index, table_for(2 * index + 1)) for index in range(n)]
+    return [SequenceGroup(True, sequences, True, placeholders={"image": ranges})]
+
+
+def sequences_of_many_modalities(n):
+    ranges = {f"m{item}": [Placeholder(0, 2 * item, 1)] for item in range(n)}
+    return [sequences_of_many_items(n)[0]._replace(placeholders=ranges)]
+
+
+@pytest.mark.parametrize("groups_of", [items_in_a_prompt, sequences_of_many_items, sequences_of_many_modalities])
+def test_twice_as_many_placeholders_take_twice_as_long(groups_of):
+    """Some thousands took minutes: every one was looked at for every other, or for every sequence."""
+    few, many = groups_of(60), groups_of(240)
+    builder = CommonMetadataBuilder(4, "flash", chunked_prefill=True)
+    assert lines_of(lambda: builder.build(many)) < 6 * lines_of(lambda: builder.build(few))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_step_that_is_refused_is_not_in_the_buffers_of_a_graph(kernels):
+    backend = ReferenceBackend(BackendConfig(4, 2, 8, "float32", block_size=4, device="cpu"))
+    builder = CommonMetadataBuilder(4, max_seq_len_to_capture=64, backend=backend, kernels=kernels)
+    state = backend.get_state_cls()(backend, builder)
+    with state.graph_capture(max_batch_size=2):
+        captured = state.metadata_for_capture(2)
+    state.build([SequenceGroup(False, [Sequence(0, 1, 5, [1, 2])])], 1)
+    before = captured.slot_mapping.tolist(), captured.seq_lens.tolist()
+    for wrong in (3, {"image": [Placeholder(0, -1, 1)]}, {"image": [IMAGE], "audio": [IMAGE]}):
+        with pytest.raises((ValueError, TypeError), match=r"^groups\[0\]\.placeholders"):
+            state.build([SequenceGroup(False, [Sequence(0, 1, 8, [3, 4, 5])], placeholders=wrong)], 1)
+        assert (captured.slot_mapping.tolist(), captured.seq_lens.tolist()) == before
+    last = SequenceGroup(False, [Sequence(0, 1, 8, [3, 4, 5])], placeholders={"image": [Placeholder(0, 6, 3)]})
+    assert state.build([last], 1).multi_modal_placeholder_index_maps["image"].dest == [0]
+    assert captured.seq_lens.tolist() == [9, 1]
+
+
+def test_a_rank_has_those_of_the_batch():
+    """Its tokens are all of the batch's."""
+    groups = [SequenceGroup(True, [Sequence(0, 12, 0, [1, 2])], placeholders={"image": [IMAGE], "audio": [SOUND]})]
+    metadata = CommonMetadataBuilder(8, chunked_prefill=True).build(groups)
+    mine = ContextParallel(2, 1, block_size=4).metadata(metadata)
+    assert mine.multi_modal_placeholder_index_maps == metadata.multi_modal_placeholder_index_maps != {}
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -131,6 +131,34 @@ def test_a_refused_call_changes_nothing(kernels):
     assert of_step(builder.build())[0] == [3, 4]
 
 
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_request_that_rests_is_not_run_by_its_name(kernels, transport):
+    """It would run over the null slot, and from then on in steps that do not name it."""
+    batch = new_batch(kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64, transport=transport)
+    builder.capture(4)
+    add(batch, "a", (1, 4))
+    add(batch, "b", (2, 5))
+    batch.preempt("a")
+    batch.append_blocks("a", {"full": [1, 2], "delta": [4]})
+    for run in (
+        lambda: builder.build({"a": 2}),
+        lambda: builder.build({"a": 1}, bucket=4),
+        lambda: builder.run_ahead(2, bucket=4, scheduled={"a": 1}),
+    ):
+        if transport == "auto" and run.__code__.co_names == ("run_ahead",):
+            continue  # it takes a transport
+        with pytest.raises(ValueError, match=r"^scheduled: row 0 \(request 'a'\) .* it has no slot in group 'mamba'"):
+            run()
+        assert builder.last_step == 0
+        assert batch.num_computed_tokens("a") == 0
+    assert builder.build({"a": 0}).req_ids == ("b",)
+    assert builder.build().req_ids == ("b",)
+    batch.append_blocks("a", {"mamba": [3]})
+    metadata = builder.build({"a": 2})
+    assert dict(zip(metadata.req_ids, of_step(metadata)[0], strict=True)) == {"a": 3, "b": 2}
+
+
 def test_several_requests_are_given_blocks_together_or_not_at_all(kernels):
     batch = new_batch(kernels)
     for name, slot in (("a", 1), ("b", 2)):
