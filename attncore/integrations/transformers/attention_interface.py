@@ -123,13 +123,7 @@ def _attention(
             f"{type(module).__name__}: the attention implementation {NAME!r} ran outside its context; run the model "
             "inside `with attncore_context(metadata, kv_caches):`"
         )
-    if query.shape[0] != 1:
-        raise ValueError(
-            f"input_ids: {counted(query.shape[0], 'row')} found; give the tokens of all requests as one row (1, "
-            "num_tokens)"
-        )
-    if attention_mask is not None:
-        raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
+    check_one_row(query, attention_mask)
     if asked.get("dropout"):
         raise ValueError("dropout: the model is training; call model.eval()")
     latent = getattr(module, LATENT, None)
@@ -139,6 +133,17 @@ def _attention(
     if latent is not None:
         output = latent.expanded(output)
     return output.unsqueeze(0), None
+
+
+def check_one_row(tokens: Tensor, attention_mask: Any) -> None:
+    """ValueError for what a model is given that attncore does not run: several rows, a mask."""
+    if tokens.shape[0] != 1:
+        raise ValueError(
+            f"input_ids: {counted(tokens.shape[0], 'row')} found; give the tokens of all requests as one row (1, "
+            "num_tokens)"
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
 
 
 def _traced(query: Tensor, key: Tensor, value: Tensor, kv_cache: list[Tensor], layer_name: str) -> Tensor:
