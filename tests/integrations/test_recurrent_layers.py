@@ -205,7 +205,7 @@ def test_states_of_a_forward_pass_that_failed_are_not_continued():
     steps.builder.build({"a": 3})
     expected = steps.run([5, 6, 7])
     steps.builder.build({"a": 1})
-    with pytest.raises(ValueError, match="^attention_mask: a mask was given"):
+    with pytest.raises(ValueError, match=r"^attention_mask: a mask was given"):
         steps.run([3], attention_mask=torch.zeros((1, 1, 1, 1), dtype=torch.bool))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^metadata: a forward pass failed .* in slot 1; preempt"):

@@ -294,7 +294,7 @@ def test_a_layer_whose_mask_has_another_window_is_refused(now, has):
 def test_a_window_that_no_mask_has_is_refused():
     """Olmoe's layers pass a window, and its model makes causal masks without one."""
     shape = {"num_hidden_layers": 1, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(ValueError, match="passes the sliding window 5 to its attention, .* has none; "):
+    with pytest.raises(ValueError, match=r"passes the sliding window 5 to its attention, .* has none; "):
         attention_layers(_other("OlmoeForCausalLM", "OlmoeConfig", **shape, sliding_window=5))
     model = _other("OlmoeForCausalLM", "OlmoeConfig", **shape)
     assert [layer.sliding_window for layer in attention_layers(model)] == [None]

@@ -68,7 +68,9 @@ def refuse_other_window(name: str, module: Any, window: int, of_mask: int | None
     ``config.is_causal`` is False: transformers' eager attention goes by the mask, and its flash attention by what the
     layer passes.
     """
-    has, limit = ("none", window) if of_mask is None else (f"{of_mask}, the token itself included", min(of_mask, window))
+    has, limit = (
+        ("none", window) if of_mask is None else (f"{of_mask}, the token itself included", min(of_mask, window))
+    )
     raise ValueError(
         f"layer {name}: {type(module).__name__} passes the sliding window {window} to its attention, and the mask that "
         f"its model makes has {has}; for requests no longer than {limit} set config.max_position_embeddings of the "
