@@ -32,12 +32,13 @@ class TakesPrompts:
     def add_request(self, prompt: list[int] | str, max_new_tokens: int, **sampling: Any) -> Request:
         """Queues a request, with ``temperature`` and ``stop`` tokens (of a text: its tokenizer's end, unless given).
         ValueError where it can never run."""
-        self.waiting.append(request := self._request(prompt, max_new_tokens, **sampling))
+        self.waiting.append(request := self.request(prompt, max_new_tokens, **sampling))
         return request
 
-    def _request(
+    def request(
         self, prompt: Any, max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] | None = None
     ) -> Request:
+        """What ``add_request`` queues. Threads may make requests while another one calls ``step``."""
         decode = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -86,7 +87,7 @@ class TakesPrompts:
         prompts = list(prompts)
         if prompts and all(isinstance(prompt, int | np.integer) for prompt in prompts):
             raise TypeError("prompts: the token ids of one prompt; give a list of prompts, such as [[1, 2, 3]]")
-        return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
+        return self._streamed([self.request(prompt, max_new_tokens, **sampling) for prompt in prompts])
 
     def _streamed(self, requests: list[Request]) -> Iterator[tuple[int, Any]]:
         self.waiting += requests

@@ -30,7 +30,7 @@ class Balancer:
     def __init__(self, addresses: list[str]) -> None:
         for address in addresses:
             host, _, port = address.rpartition(":")
-            if not host or not port.isascii() or not port.isdigit():
+            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 1 << 16:
                 raise ValueError(f"replica: {address} found; give HOST:PORT")
         self._lock = threading.Lock()
         self._busy = dict.fromkeys(addresses, 0)
@@ -95,7 +95,9 @@ class Handler(JsonHandler):
 
     def do_POST(self) -> None:  # noqa: N802
         try:
-            found = self.balancer.send(self.path, self.body())
+            body = self.body()
+            # No other path goes on: one that http.client refuses would look like a replica that is gone.
+            found = self.balancer.send(self.path, body) if self.path == "/generate" else self.elsewhere()
         except ValueError as error:
             found = 400, {"error": str(error)}
         self.say(*found)

@@ -28,19 +28,23 @@ LONGEST = 1 << 24
 
 
 class EngineThread:
-    """An engine in a thread of its own, the only one that calls it. Others ask and wait."""
+    """An engine in a thread of its own, the only one that runs its steps. Others ask and wait.
+
+    Prompts are checked, and texts made tokens and tokens texts, by the threads that ask: a long text, or a tokenizer
+    that fails, is theirs alone."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.finished = engine, 0
         self.running: dict[Any, Future[Any]] = {}
-        self._asked: queue.SimpleQueue[tuple[Future[Any], dict[str, Any]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Future[Any], Any]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def complete(self, **asked: Any) -> Any:
         """The output of a prompt: token ids, or text. ValueError or TypeError where it can never run."""
-        answer: Future[Any] = Future()
-        self._asked.put((answer, asked))
-        return answer.result()
+        request, answer = self.engine.request(**asked), Future[Any]()
+        self._asked.put((answer, request))
+        answer.result()
+        return request.output if request.decode is None else "".join(request.news())
 
     def _run(self) -> None:
         try:
@@ -55,18 +59,16 @@ class EngineThread:
     def _take(self) -> None:
         """Queues what was asked meanwhile; waits for it where nothing runs."""
         while not self.running or not self._asked.empty():
-            answer, asked = self._asked.get()
-            try:
-                self.running[self.engine.add_request(**asked)] = answer
-            except Exception as error:  # of this request alone
-                answer.set_exception(error)
+            answer, request = self._asked.get()
+            self.engine.waiting.append(request)
+            self.running[request] = answer
 
     def _answer(self, request: Any) -> None:
         answer, self.finished = self.running.pop(request), self.finished + 1
         if request.error is not None:
             answer.set_exception(RuntimeError(f"the request's step failed: {request.error}"))
         else:
-            answer.set_result(request.output if request.decode is None else "".join(request.news()))
+            answer.set_result(None)
 
 
 class JsonHandler(BaseHTTPRequestHandler):
@@ -109,7 +111,7 @@ class Handler(JsonHandler):
         try:
             body = self.body()
             found = (200, self._completed(body)) if self.path == "/generate" else self.elsewhere()
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             found = 400, {"error": str(error)}
         except Exception as error:
             found = 500, {"error": str(error)}

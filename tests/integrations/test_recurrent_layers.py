@@ -12,7 +12,7 @@ from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.hybrids import HYBRIDS, hybrid  # noqa: E402
 from integrations.models import decoder, greedy  # noqa: E402
 
-from attncore.builder import InputBatch, MetadataBuilder  # noqa: E402
+from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder, StateGroup  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
     attncore_context,
     capture_between_attention,
@@ -144,3 +144,75 @@ def test_layers_of_another_kind_are_refused():
     )
     with pytest.raises(ValueError, match="Lfm2ForCausalLM has layers of type conv"):
         attention_layers(transformers.Lfm2ForCausalLM(config).eval())
+
+
+class Steps:
+    """A hybrid model that runs what is built for one request."""
+
+    def __init__(self, model):
+        self.model, backend = model, select_for_model(model, block_size=8).create("cpu")
+        self.caches = paged_caches(model, backend, 4, num_slots=3)
+        groups = [KVCacheGroup("blocks", 8, num_blocks=4), StateGroup("states", num_slots=3)]
+        self.batch = InputBatch(max_num_reqs=2, max_model_len=16, groups=groups)
+        self.builder = MetadataBuilder(self.batch, backend, max_num_batched_tokens=8)
+        model.set_attn_implementation("attncore")
+
+    def add(self):
+        self.batch.add_request("a", {"blocks": [1], "states": [1]})
+
+    def run(self, *rows, **given):
+        metadata = self.builder.last_metadata
+        with torch.inference_mode(), attncore_context(metadata, self.caches):
+            ids = torch.tensor(rows, dtype=torch.int64)
+            positions = metadata.positions[None]
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+
+    def states(self):
+        """Copies of the request's states in each layer."""
+        slots = self.caches.states._slots.values()
+        return [state[1].clone() for one in slots for states in one.kinds.values() for state in states.values()]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("count", "rows", "more", "says"),
+    [
+        (1, [[3], [4]], {}, "input_ids: 2 rows found"),
+        (1, [[]], {}, "input_ids: 0 tokens found; the step has 1"),
+        (2, [[3]], {}, "input_ids: 1 token found; the step has 2"),
+        (2, [[3, 4]], {"attention_mask": torch.tensor([[0, 1]])}, "attention_mask: a mask was given"),
+    ],
+    ids=["rows", "no tokens", "tokens", "mask"],
+)
+def test_a_forward_pass_that_is_refused_changes_no_state(name, count, rows, more, says):
+    steps = Steps(hybrid(name))
+    steps.add()
+    steps.builder.build({"a": 3})
+    steps.run([5, 6, 7])
+    steps.builder.build({"a": count})
+    before = steps.states()
+    with pytest.raises(ValueError, match=f"^{says}"):
+        steps.run(*rows, **more)
+    assert all(map(torch.equal, before, steps.states()))
+    steps.run([3, 4][:count])
+    assert not any(map(torch.equal, before, steps.states()))
+
+
+def test_states_of_a_forward_pass_that_failed_are_not_continued():
+    """Its layer of attention refuses the mask, behind a recurrent one."""
+    steps = Steps(hybrid("Bamba"))
+    steps.add()
+    steps.builder.build({"a": 3})
+    expected = steps.run([5, 6, 7])
+    steps.builder.build({"a": 1})
+    with pytest.raises(ValueError, match=r"^attention_mask: a mask was given"):
+        steps.run([3], attention_mask=torch.zeros((1, 1, 1, 1), dtype=torch.bool))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^metadata: a forward pass failed .* in slot 1; preempt"):
+            steps.run([3])
+    steps.batch.remove_request("a")
+    steps.add()
+    steps.builder.build({"a": 3})
+    assert torch.equal(steps.run([5, 6, 7]), expected)
+    steps.builder.build({"a": 1})
+    steps.run([3])

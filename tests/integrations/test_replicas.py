@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from engine import Engine  # noqa: E402
 from integrations.models import decoder  # noqa: E402
 from integrations.test_engine_streams import byte_tokenizer  # noqa: E402
 from replicas import Balancer, asked  # noqa: E402
+from replicas import Handler as BalancedHandler  # noqa: E402
 from serve import EngineThread, Handler, listening  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -121,7 +123,7 @@ def test_bad_requests_are_told_what_is_wrong(served, fields, said):
 
 def test_what_is_no_request_is_told_what_is_wrong(served):
     address = served[0]
-    for body in (b"no", b"[]", b'{"prompt": NaN}', b"\xff"):
+    for body in (b"no", b"[]", b'{"prompt": NaN}', b"\xff", b"[" * 100_000):
         assert asked(address, "POST", "/generate", body)[0] == 400
     assert asked(address, "POST", "/other", b"{}")[0] == 404
     assert asked(address, "GET", "/other")[0] == 404
@@ -150,6 +152,50 @@ def test_a_request_that_fails_alone_is_told_so(served, monkeypatch):
         bad, good = pool.map(lambda token: post(address, prompt=[token], max_new_tokens=4), (77, 3))
     assert bad == (500, {"error": "the request's step failed: the model failed"})
     assert good[0] == 200
+
+
+class Tokenizer:
+    """A tokenizer that waits where it reads the text ``slow``, and fails to decode."""
+
+    eos_token_id = None
+
+    def __init__(self):
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def encode(self, text):
+        if text == "slow":
+            self.asked.set()
+            assert self.goes_on.wait(20)
+        return [3, 4]
+
+    def decode(self, tokens, **_):
+        raise OverflowError("no such token")
+
+
+def test_a_tokenizer_that_takes_long_or_fails_is_its_requests_alone(served):
+    address, engine = served
+    engine.tokenizer = Tokenizer()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(post, address, prompt="slow", max_new_tokens=2)
+        assert engine.tokenizer.asked.wait(20)
+        status = post(address, prompt=[3], max_new_tokens=2)[0]
+        engine.tokenizer.goes_on.set()
+        assert status == 200  # while the text was being read
+        assert slow.result() == (500, {"error": "no such token"})
+    assert post(address, prompt=[3], max_new_tokens=2)[0] == 200
+
+
+def test_no_path_drops_a_replica(served):
+    balancer = Balancer([served[0]])
+    server = listening("127.0.0.1", 0, BalancedHandler, balancer=balancer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for path in (b"/\x01", b"/generate\x7f", b"/\xe9", b"http://a/generate", b"*"):
+        with socket.create_connection(server.server_address, timeout=20) as client:
+            client.sendall(b"POST " + path + b" HTTP/1.1\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            assert b" 404 " in client.makefile("rb").readline()
+    assert balancer.health() == {"replicas": {served[0]: 0}, "dropped": []}
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_replica_that_comes_back_takes_part_again(served):
@@ -181,7 +227,7 @@ def test_the_replica_with_the_fewest_requests_is_asked(monkeypatch):
     assert balancer.health()["replicas"] == {"a:1": 0, "b:2": 0}
 
 
-@pytest.mark.parametrize("address", ["8001", "host:", "host:port", ":80"])
+@pytest.mark.parametrize("address", ["8001", "host:", "host:port", ":80", "host:0", "host:65536", "host:" + "9" * 9])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(ValueError, match=f"^replica: {address} found; give HOST:PORT"):
         Balancer([address])

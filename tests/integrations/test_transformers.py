@@ -278,6 +278,42 @@ def test_an_encoder_whose_mask_has_another_window_is_refused():
     assert {(one.sliding_window, one.attn_type) for one in attention_layers(model)} == {(5, AttentionType.ENCODER_ONLY)}
 
 
+@pytest.mark.parametrize(("now", "has"), [(12, "12"), (3, "3"), (256, "none")])
+def test_a_layer_whose_mask_has_another_window_is_refused(now, has):
+    """Gemma2's layers keep the window that they were made with, and its masks follow the configuration."""
+    model = decoder("gemma2")  # a window of 5
+    model.config.sliding_window = now
+    limit = min(5, now)
+    says = rf"^layer model\.layers\.0\.self_attn: .* window 5 .* has {has}[;,] .* no longer than {limit} set"
+    with pytest.raises(ValueError, match=says):
+        attention_layers(model)
+    model.config.max_position_embeddings = limit  # as the error advises
+    assert [layer.sliding_window for layer in attention_layers(model)] == [5, None]
+
+
+def test_a_window_that_no_mask_has_is_refused():
+    """Olmoe's layers pass a window, and its model makes causal masks without one."""
+    shape = {"num_hidden_layers": 1, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ValueError, match=r"passes the sliding window 5 to its attention, .* has none; "):
+        attention_layers(_other("OlmoeForCausalLM", "OlmoeConfig", **shape, sliding_window=5))
+    model = _other("OlmoeForCausalLM", "OlmoeConfig", **shape)
+    assert [layer.sliding_window for layer in attention_layers(model)] == [None]
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": None}])
+def test_a_decoder_whose_masks_are_for_an_encoder_is_refused(window):
+    """StableLm's layers say that they are causal whatever the configuration does."""
+    shape = {"num_hidden_layers": 1, "intermediate_size": 96, **window}
+    model = _other("StableLmForCausalLM", "StableLmConfig", **shape, is_causal=False)
+    says = r"^layer model\.layers\.0\..* says that it is causal, .* makes masks for an encoder alone; set is_causal"
+    with pytest.raises(ValueError, match=says):
+        attention_layers(model)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    assert {one.attn_type for one in attention_layers(model)} == {AttentionType.ENCODER_ONLY}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "more", "windows"),
     [

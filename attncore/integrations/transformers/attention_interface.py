@@ -46,9 +46,10 @@ class Attender(Protocol):
         ``query``, ``key`` and ``value`` are (tokens, heads, size), the result (tokens, heads, size of a value head).
         ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on; under
         RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window,
-        ``made_encoder_masks``, whether it has made masks in which tokens see later ones, ``encoder_windows``, the
-        windows of these as a layer would pass them, and ``made_causal_masks_alone``, whether it has made masks, and no
-        token sees a later one in any.
+        ``made_encoder_masks``, whether it has made masks for an encoder, ``mask_windows``, the windows of its masks
+        as a layer would pass them, None where it has made no mask, ``longest``, from which length on a window is none,
+        and ``made_causal_masks_alone`` and ``made_encoder_masks_alone``, whether it has made masks, in none of which a
+        token sees a later one, or all of which are for an encoder.
         """
 
 
@@ -56,10 +57,18 @@ class _Current(threading.local):
     """The attender of this thread's forward pass, and of which kind masks were made in it."""
 
     attender: Attender | None = None
-    made_encoder_masks = made_window_masks = False
-    encoder_windows: tuple[int, ...] = ()
-    directions: frozenset[bool] = frozenset()
-    """Of the masks that were made: whether tokens see later ones."""
+    masks: _Masks
+
+
+class _Masks:
+    """The masks that a model has made in a forward pass."""
+
+    def __init__(self) -> None:
+        self.windows: set[int] = set()
+        self.of_encoder: set[bool] = set()
+        self.directions: set[bool] = set()
+        """Whether tokens see later ones."""
+        self.longest: int | None = None
 
 
 _current = _Current()
@@ -69,8 +78,7 @@ _current = _Current()
 def attending_by(attender: Attender) -> Iterator[None]:
     """Inside, the models that this thread runs attend by ``attender``."""
     before, _current.attender = _current.attender, attender
-    _current.made_encoder_masks = _current.made_window_masks = False
-    _current.encoder_windows, _current.directions = (), frozenset()
+    _current.masks = _Masks()
     try:
         yield
     finally:
@@ -123,13 +131,7 @@ def _attention(
             f"{type(module).__name__}: the attention implementation {NAME!r} ran outside its context; run the model "
             "inside `with attncore_context(metadata, kv_caches):`"
         )
-    if query.shape[0] != 1:
-        raise ValueError(
-            f"input_ids: {counted(query.shape[0], 'row')} found; give the tokens of all requests as one row (1, "
-            "num_tokens)"
-        )
-    if attention_mask is not None:
-        raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
+    check_one_row(query, attention_mask)
     if asked.get("dropout"):
         raise ValueError("dropout: the model is training; call model.eval()")
     latent = getattr(module, LATENT, None)
@@ -139,6 +141,17 @@ def _attention(
     if latent is not None:
         output = latent.expanded(output)
     return output.unsqueeze(0), None
+
+
+def check_one_row(tokens: Tensor, attention_mask: Any) -> None:
+    """ValueError for what a model is given that attncore does not run: several rows, a mask."""
+    if tokens.shape[0] != 1:
+        raise ValueError(
+            f"input_ids: {counted(tokens.shape[0], 'row')} found; give the tokens of all requests as one row (1, "
+            "num_tokens)"
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
 
 
 def _traced(query: Tensor, key: Tensor, value: Tensor, kv_cache: list[Tensor], layer_name: str) -> Tensor:
@@ -153,12 +166,15 @@ def _recorded(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, None]:
     """``_attention`` that tells its attender of masks, and takes none with a window."""
-    windows = _current.made_window_masks
+    masks = _current.masks
+    windows = bool(masks.windows)
     seen = {
         "has_window_mask": windows and attention_mask is not None,
-        "made_encoder_masks": _current.made_encoder_masks,
-        "encoder_windows": _current.encoder_windows,
-        "made_causal_masks_alone": _current.directions == {False},
+        "made_encoder_masks": True in masks.of_encoder,
+        "mask_windows": masks.windows if masks.directions else None,
+        "longest": masks.longest,
+        "made_causal_masks_alone": masks.directions == {False},
+        "made_encoder_masks_alone": masks.of_encoder == {True},
     }
     return _attention(module, query, key, value, None if windows else attention_mask, **seen, **asked)
 
@@ -170,15 +186,13 @@ def _window_mask(
 
     A window as long as the longest request changes nothing and is none.
     """
-    is_of_encoder = "allow_is_bidirectional_skip" in said
-    _current.made_encoder_masks |= is_of_encoder
-    _current.directions |= {is_of_encoder or _sees_later(mask_function, device)}
-    longest = getattr(config, "max_position_embeddings", None)
+    masks, is_of_encoder = _current.masks, "allow_is_bidirectional_skip" in said
+    masks.of_encoder.add(is_of_encoder)
+    masks.directions.add(is_of_encoder or _sees_later(mask_function, device))
+    masks.longest = longest = getattr(config, "max_position_embeddings", None)
     if local_size is None or (longest is not None and local_size >= longest):
         return None
-    _current.made_window_masks = True
-    if is_of_encoder:  # of so many tokens on either side; a layer counts the token itself, too
-        _current.encoder_windows += (local_size + 1,)
+    masks.windows.add(local_size + is_of_encoder)  # of so many on either side; a layer counts the token itself, too
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
 

@@ -126,8 +126,9 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextMa
     The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
     T = ``metadata.num_tokens`` or more. ``metadata`` may be a mapping of layer names to metadata, where layers belong
     to several KV-cache groups. Recurrent layers take the requests of the step one by one, and continue the states of
-    its group of states. RuntimeError where the model's attention implementation is not ``attncore``, and where such a
-    model's step has no group of states.
+    its group of states, so that a step runs once: a second forward pass continues the states behind the first.
+    RuntimeError where the model's attention implementation is not ``attncore``, and where such a model's step has no
+    group of states, or would continue states of a forward pass that failed.
     """
     check_caches(kv_caches)
     kv_caches._check_called()

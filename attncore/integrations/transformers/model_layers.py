@@ -74,35 +74,58 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     where none does, since the model then has attention code of its own, and for models whose output would change when
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
     decoder, positions of their own, embeddings made of neighbouring tokens, frequencies by the longest request, causal
-    layers that run twice, a sliding window that is only in the masks that the model makes and that no layer passes on,
-    or is another one there, or encoder layers that do not say that they are, or whose model makes causal masks.
+    layers that run twice, a sliding window that is only in the masks that the model makes or only in what a layer
+    passes, or is another one there, encoder layers that do not say that they are, or layers that say one direction in a
+    model whose masks have the other.
     """
     refuse_layers(model)
-    recorder = _Recorder({module: name for name, module in model.named_modules()})
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with attending_by(recorder), using_attncore(model, _implementation(model)), torch.no_grad():
-        model(input_ids=token, use_cache=False)
-    if not recorder.layers:
+    layers = tuple(_recorded(model).layers.values())
+    if not layers:
         raise ValueError(f"model: no layer of {type(model).__name__} calls transformers' attention interface")
-    layers = tuple(recorder.layers.values())
     refuse_positions(model, any(layer.attn_type is AttentionType.DECODER for layer in layers))
     return layers
 
 
-def _implementation(model: Any) -> str:
-    """RECORDING, for what masks alone say; NAME where windows are configured to be none: making masks would fail."""
+def _recorded(model: Any) -> _Recorder:
+    """What the layers ask for under RECORDING, for what masks alone say.
+
+    Where windows are configured to be none, a model may fail to make masks with one: then under NAME, without masks.
+    """
     windows = [config.sliding_window for config in configs_of(model) if hasattr(config, "sliding_window")]
-    return RECORDING if any(windows) or not windows else NAME
+    if any(windows) or not windows:
+        return _recorded_as(RECORDING, model, _Recorder(model))
+    recorder = _Recorder(model)
+    try:
+        return _recorded_as(RECORDING, model, recorder)
+    except Exception:
+        if recorder.has_refused:
+            raise
+    return _recorded_as(NAME, model, _Recorder(model))
+
+
+def _recorded_as(name: str, model: Any, recorder: _Recorder) -> _Recorder:
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with attending_by(recorder), using_attncore(model, name), torch.no_grad():
+        model(input_ids=token, use_cache=False)
+    return recorder
 
 
 class _Recorder:
     """An Attender that records what every layer asks for, and gives zeros."""
 
-    def __init__(self, names: Mapping[Any, str]) -> None:
-        self._names = names
+    def __init__(self, model: Any) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
         self.layers: dict[str, ModelLayer] = {}
+        self.has_refused = False
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
+        try:
+            return self._noted(module, query, key, value, asked)
+        except BaseException:
+            self.has_refused = True
+            raise
+
+    def _noted(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
         name, sizes = self._names[module], (query.shape[2], value.shape[2])
         scale, causal = asked.get("scaling"), asked.get("is_causal")
         if causal is None:
@@ -111,8 +134,8 @@ class _Recorder:
             causal = True  # as transformers takes it
             if asked.get("made_encoder_masks"):
                 refuse_unsaid_direction(name, module)
-        if not causal and asked.get("made_causal_masks_alone"):
-            refuse_other_direction(name, module)
+        if asked.get("made_encoder_masks_alone" if causal else "made_causal_masks_alone"):
+            refuse_other_direction(name, module, causal)
         refused = [kind for kind in _REFUSED_INPUTS if asked.get(kind) is not None]
         if refused:
             raise ValueError(f"layer {name}: it passes {refused[0]} to its attention, which no backend takes")
@@ -122,10 +145,7 @@ class _Recorder:
             )
         if (window := asked.get("sliding_window")) is not None and window < 1:
             raise ValueError(f"layer {name}: sliding_window {window} lets a token see none, not even itself")
-        if window is None and asked.get("has_window_mask"):
-            refuse_lost_window(name, module)
-        if window is not None and (windows := asked.get("encoder_windows")) and window not in windows:
-            refuse_other_window(name, module, window, windows[0])
+        self._compare_windows(name, module, window, asked)
         self.layers[name] = ModelLayer(
             name,
             module,
@@ -141,3 +161,16 @@ class _Recorder:
             getattr(module, LATENT, None) is not None,
         )
         return query.new_zeros((*query.shape[:2], sizes[1]))
+
+    @staticmethod
+    def _compare_windows(name: str, module: Any, window: int | None, asked: Mapping[str, Any]) -> None:
+        """ValueError where a layer's window is not that of the mask which its model makes for it."""
+        of_masks, longest = asked.get("mask_windows"), asked.get("longest")
+        if of_masks is None:  # the model has made no mask
+            return
+        of_mask = of_masks if asked["has_window_mask"] else frozenset()
+        if window is None:
+            if of_mask:
+                refuse_lost_window(name, module)
+        elif window not in of_mask and (of_mask or longest is None or window < longest):
+            refuse_other_window(name, module, window, min(of_mask, default=None))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from attncore.integrations.transformers.attention_interface import using_attncore
+from attncore.integrations.transformers.attention_interface import check_one_row, using_attncore
 from attncore.show import counted
 
 _CACHE = "cache_params"
@@ -140,6 +140,8 @@ class StateCaches:
                 f"{counted(len(layers), 'module')} of it take a cache of states; attncore cannot run it"
             )
         self.num_slots = num_slots
+        self._lost: set[int] = set()
+        """Slots of requests whose step failed after layers had run."""
         self._slots = {module: _Slots(seen[module.layer_idx], num_slots) for module in layers.values()}
         with torch.no_grad():
             for module, slots in self._slots.items():
@@ -155,11 +157,27 @@ class StateCaches:
 
     @contextmanager
     def running(self, metadata: Any) -> Iterator[None]:
-        """Inside, the recurrent layers that this thread runs continue the states of the step's requests."""
+        """Inside, the recurrent layers that this thread runs continue the states of the step's requests.
+
+        Where that fails, layers that ran have states behind the step, and the others before it: RuntimeError for a
+        later step that would continue one of them.
+        """
         step = _Step(self._slots, metadata)
+        lost = sorted(self._lost.intersection(step.continued))
+        if lost:
+            raise RuntimeError(
+                f"metadata: a forward pass failed that had changed states in slot {lost[0]}; preempt the request that "
+                "has it and run it again from its first token"
+            )
         before, _current.step = _current.step, step
         try:
             yield
+        except BaseException:
+            if step.has_run:
+                self._lost |= step.written
+            raise
+        else:
+            self._lost -= step.written
         finally:
             _current.step = before
 
@@ -192,14 +210,18 @@ class _Step:
         if len(known) > 1:
             raise ValueError(f"metadata: groups of states {', '.join(known)}; a model of transformers has one")
         (states,) = known.values()
+        slots_on_host, continues = states.host.state_slot, states.host.has_initial_state
+        self.has_run = False
+        """Whether a layer has run, and with that may have written states."""
+        self.written, self.continued = set(slots_on_host.tolist()) - {0}, slots_on_host[continues].tolist()
         self._slots, self._num_tokens = slots, metadata.num_tokens
         self._num_decodes = metadata.num_decode_tokens  # of one token each: more are drafts, which states refuse
         self._decodes = states.state_slot[: self._num_decodes].long()
         self._continues = states.has_initial_state[: self._num_decodes]
         self._prefills: list[tuple[int, int, int, bool]] = []
         if metadata.num_prefills:
-            starts, host = states.host.query_start_loc.tolist(), states.host
-            rows = zip(host.state_slot.tolist(), host.has_initial_state.tolist(), strict=True)
+            starts = states.host.query_start_loc.tolist()
+            rows = zip(slots_on_host.tolist(), continues.tolist(), strict=True)
             bounds = zip(starts, starts[1:], rows, strict=False)
             self._prefills = [(a, b, *row) for a, b, row in list(bounds)[metadata.num_decodes :]]
 
@@ -210,7 +232,11 @@ class _Step:
             raise RuntimeError(
                 f"{type(module).__name__}: this layer has no states in the context; make kv_caches of the same model"
             )
-        parts = []
+        if tokens.shape[1] < self._num_tokens:
+            raise ValueError(
+                f"input_ids: {counted(tokens.shape[1], 'token')} found; the step has {self._num_tokens}: give each"
+            )
+        parts, self.has_run = [], True
         if self._num_decodes:
             cache = slots.cache(self._of_decodes, True)
             rows = tokens[0, : self._num_decodes, None]
@@ -248,4 +274,6 @@ class _ByRequest:
     ) -> Tensor:
         if _current.step is None:
             return self.original(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **asked)
+        # Before states change: a layer of attention would say so behind them, and they cannot be taken back.
+        check_one_row(hidden_states, attention_mask)
         return _current.step.run(self._module, self.original, hidden_states, asked)

@@ -61,24 +61,33 @@ def refuse_lost_window(name: str, module: Any) -> NoReturn:
     )
 
 
-def refuse_other_window(name: str, module: Any, window: int, of_mask: int) -> NoReturn:
-    """ValueError for a layer of an encoder whose mask has another window than it passes to its attention.
+def refuse_other_window(name: str, module: Any, window: int, of_mask: int | None) -> NoReturn:
+    """ValueError for a layer whose mask has another window than it passes to its attention, or none.
 
-    So has a decoder with windows whose ``config.is_causal`` is False: transformers' eager attention goes by the mask,
-    and its flash attention by what the layer passes.
+    So has a model whose ``config.sliding_window`` was changed after it was made, and a decoder with windows whose
+    ``config.is_causal`` is False: transformers' eager attention goes by the mask, and its flash attention by what the
+    layer passes.
     """
+    has, limit = (
+        ("none", window) if of_mask is None else (f"{of_mask}, the token itself included", min(of_mask, window))
+    )
     raise ValueError(
         f"layer {name}: {type(module).__name__} passes the sliding window {window} to its attention, and the mask that "
-        f"its model makes has {of_mask}, the token itself included; for requests no longer than {window} set "
-        f"config.max_position_embeddings of the loaded model to {window}; for longer ones take another model"
+        f"its model makes has {has}; for requests no longer than {limit} set config.max_position_embeddings of the "
+        f"loaded model to {limit}; for longer ones make the model with the window that both are to have, or take "
+        "another model"
     )
 
 
-def refuse_other_direction(name: str, module: Any) -> NoReturn:
-    """ValueError for a layer that says that it is not causal, in a model all of whose masks are causal."""
+def refuse_other_direction(name: str, module: Any, causal: bool) -> NoReturn:
+    """ValueError for a layer that says that it is causal, or not, in a model all of whose masks say the opposite."""
+    if causal:
+        says, makes, other = "causal", "masks for an encoder alone", "True"
+    else:
+        says, makes, other = "not causal", "causal masks alone", "False"
     raise ValueError(
-        f"layer {name}: {type(module).__name__} says that it is not causal, and its model makes causal masks alone; "
-        "set is_causal of each such module to True, or config.is_causal to False, whichever the model was trained with"
+        f"layer {name}: {type(module).__name__} says that it is {says}, and its model makes {makes}; set is_causal of "
+        f"each such module to {not causal}, or config.is_causal to {other}, whichever the model was trained with"
     )
 
 
