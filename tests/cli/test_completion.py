@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attncore.cli import COMMANDS, main
-from attncore.cli.completion import SHELLS
+from attncore.cli import COMMANDS, SHELLS, main
 from attncore.how_to_install import install_extra
 
 COMPLETED = """
