@@ -9,7 +9,7 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
   ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``installed_backends``: backends by name; ``completion``: scripts by which a
-  shell completes a command line.
+  shell completes a command line; ``shells``: which shells.
 - ``output``, ``progress_bar``: tables, a bar; ``typed_input``: what is said on a terminal that input is read from.
 
 How a command ends is ``attncore.command``, which the conformance kit's command shares.
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from attncore._version import __version__
+from attncore.cli.shells import SHELLS
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
@@ -44,8 +45,6 @@ COMMANDS = {
     "new-backend": "write the repository of a new backend, to be changed",
 }
 
-SHELLS = ("bash", "zsh", "fish", "tcsh")
-"""Those whose completion can be printed; a release of ``shtab`` may know others, or fewer."""
 
 _OPTIONS = ("--help", "--version", "--print-completion")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from attncore.cli import SHELLS
 from attncore.cli.argument_types import backend_name, backend_names
+from attncore.cli.shells import SHELLS
 from attncore.command import UsageError
 from attncore.how_to_install import install_extra
 from attncore.quoted import quoted

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attncore.cli import COMMANDS, SHELLS, main
+from attncore.cli import COMMANDS, main
+from attncore.cli.shells import SHELLS
 from attncore.how_to_install import install_extra
 
 COMPLETED = """
