@@ -69,7 +69,7 @@ def measured(rounds):
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="processes of each (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="processes of each, 2 or more (default 15)")
     parser.add_argument("--save", metavar="FILE", help="write the run as JSON")
     args = parser.parse_args(argv)
     load = [os.getloadavg()[0]]
@@ -85,7 +85,8 @@ def main(argv):
         with open(args.save, "w", encoding="utf-8") as file:
             json.dump(run, file, indent=1)
             file.write("\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
