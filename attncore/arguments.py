@@ -228,3 +228,18 @@ def _not_an_integer(name: str, value: Any, error: TypeError) -> TypeError:
     cause = error.__cause__
     why = "" if cause is None else f": its __index__ raised {type(cause).__name__}: {cause}"
     return TypeError(f"{name}: {quoted(value)} is not an integer{why}")
+
+
+def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:
+    """ValueError that names the field where sizes, checked integers, make no cache: a latent one has a single head,
+    whose first ``head_size_v`` columns are the values.
+    """
+    if not use_mla:
+        return
+    if num_kv_heads != 1:
+        raise ValueError(f"num_kv_heads: {num_kv_heads} found; a latent cache (use_mla) has one head, so give 1")
+    if head_size_v is not None and head_size_v > head_size:
+        raise ValueError(
+            f"head_size_v: {head_size_v} found; with use_mla values are the first columns of the {head_size} of a "
+            "latent row (head_size)"
+        )

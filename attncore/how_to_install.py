@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -79,6 +78,8 @@ def _required() -> list[str]:
         return importlib.metadata.requires("attncore") or []
     except importlib.metadata.PackageNotFoundError:
         try:
+            import tomllib  # only a source tree that is not installed is read so
+
             found = tomllib.loads((_HERE / "pyproject.toml").read_text(encoding="utf-8"))
             return [str(one) for one in found["project"]["dependencies"]]
         except (OSError, ValueError, KeyError):

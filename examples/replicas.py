@@ -109,8 +109,8 @@ class Handler(JsonHandler):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("replicas", nargs="+", metavar="HOST:PORT", help="where replicas listen")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default %(default)s)")
     given = parser.parse_args()
     try:
         balancer = Balancer(given.replicas)

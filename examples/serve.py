@@ -141,8 +141,8 @@ def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name that transformers fetches")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8001, help="0: any that is free (default %(default)s)")
     asked = parser.parse_args()
     try:
         # isort: split

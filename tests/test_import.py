@@ -89,3 +89,12 @@ def test_what_an_early_interrupt_would_meet_is_not_loaded():
 def test_the_packages_logger_is_silent_by_default():
     assert attncore.select  # a module that logs
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("attncore").handlers)
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_the_overview_of_the_commands_loads_nothing_that_finds_backends(word):
+    code = (
+        "import contextlib, io\nfrom attncore.cli import main\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    main([{word!r}])\nassert not {{'attncore.registry', 'difflib'}} & sys.modules.keys()"
+    )
+    assert heavy_after(code) == ""

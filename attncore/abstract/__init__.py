@@ -6,7 +6,7 @@ No module of this package imports torch or NumPy before a tensor is made. Plugin
 from attncore.abstract.attention_impl import AttentionImpl, AttentionLayer, LayerFeatures, PlanKey
 from attncore.abstract.attention_metadata import AttentionMetadata, AttentionMetadataBuilder, HostArrays, StepBuilder
 from attncore.abstract.backend import AttentionBackend
-from attncore.abstract.backend_config import BackendConfig, check_value_size
+from attncore.abstract.backend_config import BackendConfig
 from attncore.abstract.spec_protocol import OptionFacts, SpecFacts
 from attncore.vocabulary import AttentionType
 
@@ -24,5 +24,4 @@ __all__ = [
     "PlanKey",
     "SpecFacts",
     "StepBuilder",
-    "check_value_size",
 ]

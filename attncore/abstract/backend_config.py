@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import flag, float32_number, integer, optional_integer
+from attncore.arguments import check_value_size, flag, float32_number, integer, optional_integer
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import plain_text, quoted
 from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
@@ -80,18 +80,3 @@ class BackendConfig:
             object.__setattr__(self, "options", FrozenMap(dict(self.options)))
         except Exception as error:  # a mapping of the caller's own
             raise TypeError(f"options: {quoted(self.options)} cannot be read as a mapping: {error}") from error
-
-
-def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:
-    """ValueError that names the field where sizes, checked integers, make no cache: a latent one has a single head,
-    whose first ``head_size_v`` columns are the values.
-    """
-    if not use_mla:
-        return
-    if num_kv_heads != 1:
-        raise ValueError(f"num_kv_heads: {num_kv_heads} found; a latent cache (use_mla) has one head, so give 1")
-    if head_size_v is not None and head_size_v > head_size:
-        raise ValueError(
-            f"head_size_v: {head_size_v} found; with use_mla values are the first columns of the {head_size} of a "
-            "latent row (head_size)"
-        )

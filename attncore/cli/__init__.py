@@ -9,8 +9,8 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
   ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``installed_backends``: backends by name; ``completion``: scripts by which a
-  shell completes a command line.
-- ``output``, ``progress_bar``: tables, a bar.
+  shell completes a command line; ``shells``: which shells.
+- ``output``, ``progress_bar``: tables, a bar; ``typed_input``: what is said on a terminal that input is read from.
 
 How a command ends is ``attncore.command``, which the conformance kit's command shares.
 """
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from attncore._version import __version__
-from attncore.cli.completion import SHELLS
+from attncore.cli.shells import SHELLS
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError

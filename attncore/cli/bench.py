@@ -113,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.html:
         check_written_file("--html", args.html, {"the file of --steps": args.steps})
-    with stdout_to_stderr():
-        check_installed("NAME", args.name)
-        options = options_of(args.name, args.option, "NAME")
-        version = _installed(args.name, args.device, options)
-        variables = _variables(args.name)
-    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options, variables)
-    with html_file(args.html) as page:
+    with html_file(args.html) as page:  # first: a mistyped name is said before torch is imported
+        with stdout_to_stderr():
+            check_installed("NAME", args.name)
+            options = options_of(args.name, args.option, "NAME")
+            version = _installed(args.name, args.device, options)
+            variables = _variables(args.name)
+        question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options, variables)
         return _run(args, question, page)
 
 

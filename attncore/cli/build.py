@@ -30,13 +30,13 @@ from attncore.cli.persistent_builder_options import (
     parse_groups,
     parse_one_rank,
 )
+from attncore.cli.typed_input import say_that_it_reads
 from attncore.command import InputLineError, UsageError
 from attncore.input_files import bounded_lines, standard_input
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
 from attncore.json_output import json_text
 from attncore.kernels import load_kernels
-from attncore.terminal import print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer every line; UsageError for an empty input, InputLineError for the first bad line."""
     answer = _answerer(args)
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
-    if args.file == "-" and sys.stdin.isatty():
-        print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
+    if args.file == "-":
+        say_that_it_reads("build", "a batch (JSON) a line")
     with nullcontext(standard_input()) if args.file == "-" else _opened(args.file) as lines:
         name = "standard input" if args.file == "-" else args.file
         if not _answer_all(_numbered(name, lines, max(args.max_answer, MAX_ANSWER) // 4), answer):

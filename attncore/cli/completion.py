@@ -10,13 +10,11 @@ import argparse
 from collections.abc import Callable, Mapping
 
 from attncore.cli.argument_types import backend_name, backend_names
+from attncore.cli.shells import SHELLS
 from attncore.command import UsageError
 from attncore.how_to_install import install_extra
 from attncore.quoted import quoted
 from attncore.registry.plugins.discover import find
-
-SHELLS = ("bash", "zsh", "fish", "tcsh")
-"""Those that the script is made for; a release of ``shtab`` may know others, or fewer."""
 
 FILES = ("CONFIG.json", "FILE", "TRACE")
 """The metavars of arguments that are completed by files' names; that of a folder is DIR."""

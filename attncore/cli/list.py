@@ -55,7 +55,7 @@ def as_json(record: PluginRecord, missing: tuple[Reason, ...]) -> dict[str, Any]
         "state": record.state,
         "runs_here": not missing,
         "factory": record.spec.factory if record.spec else None,
-        "devices": dict(record.spec.devices) if record.spec else {},
+        "devices": record.spec.all_devices if record.spec else {},
         "variants": [name for name, _ in record.spec.by_variant if name] if record.spec else [],
         "requires": list(record.spec.all_requires) if record.spec else [],
         "variables": dict(record.spec.variables) if record.spec else {},

@@ -23,11 +23,13 @@ from attncore.cli import replay_options
 from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.progress_bar import progress_bar
+from attncore.cli.typed_input import say_that_it_reads
 from attncore.command import UsageError, fail
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
 from attncore.quoted import one_line
+from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import options_of
@@ -76,7 +78,6 @@ def _run(args: argparse.Namespace) -> int:
     trace = _trace(args)
     # before caches of so many blocks are allocated
     check_pools(trace.requests, settings.num_blocks, settings.groups_of_batch)
-    layers, why = _layers(args, settings, trace)
     line = batch_line
     if args.groups or args.speculative or args.context_parallel:
         line = functools.partial(persistent_line, groups=args.groups)
@@ -86,6 +87,7 @@ def _run(args: argparse.Namespace) -> int:
             stack.push(record)  # first, so that an interrupt while it opens leaves nothing behind
             record.open()
         page = stack.enter_context(html_file(args.html))
+        layers, why = _layers(args, settings, trace)  # behind the files: torch takes seconds, a mistyped name none
         progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))
@@ -131,6 +133,8 @@ def _trace(args: argparse.Namespace) -> Trace:
     path = args.trace if args.trace is not None else args.trace_option
     seconds = math.inf if args.minutes is None else args.minutes * 60
     if path is not None:
+        if path == "-":
+            say_that_it_reads("replay", "a trace of requests")
         try:
             return read_trace(path, args.requests, seconds)
         except TraceError as error:  # begins with the file's name, which may be that of an option
@@ -178,6 +182,10 @@ def _model(
 ) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"--model: transformers is not installed: {install_extra('transformers')}")
+    try:
+        read_config(path)  # a mistyped name is said before torch and transformers are imported, which takes seconds
+    except ValueError as error:
+        raise UsageError(f"--model: {error}") from None
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 

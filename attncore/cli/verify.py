@@ -1,8 +1,8 @@
 """Verify that a backend works on this machine: compare it with the reference, in a child process.
 
-Without NAME the backend that would be chosen is verified, with --all every one that is loaded. The verdict is kept (by
-the plugin's version, the device and its driver) and shown again until --fresh verifies anew. Exits with 0 where all
-agree, 1 where one differs, fails, crashes or hangs, 3 where none can be used here.
+Without NAME the backend that would be chosen is verified, with --all every one that is loaded and can be used here. The
+verdict is kept (by the plugin's version, the device and its driver) and shown again until --fresh verifies anew. Exits
+with 0 where all agree, 1 where one differs, fails, crashes or hangs, 3 where none can be used here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.show import counted
 from attncore.standard_output import stdout_to_stderr
+from attncore.terminal import print_lines
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the backend (default: the one that would be chosen)",
     )
-    parser.add_argument("--all", action="store_true", help="every backend that is loaded")
+    parser.add_argument("--all", action="store_true", help="every backend that is loaded and can be used here")
     for name, text in _COUNTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     add_choice(parser, "--dtype", DTYPES, "of queries, keys and values")
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     with stdout_to_stderr():
         if args.backend:
             check_installed("NAME", args.backend)
-        choices = _choices(args)
+        choices, left_out = _choices(args)
     verdicts = []
     for choice in choices:
         with said_meanwhile(f"verifying {one_line(choice.name)}"):
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
             for choice, verdict in zip(choices, verdicts, strict=True)
         ]
         print_table(("NAME", "VARIANT", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"), rows)
+        if left_out:
+            print_lines(f"not verified: {', '.join(map(one_line, left_out))}; attncore explain says why")
     return 0 if all(verdict.fine for verdict in verdicts) else 1
 
 
@@ -102,7 +105,8 @@ def _compared(verdict: Verdict) -> str:
     return text if verdict.tolerance is None else f"{text}; allowed error: {verdict.tolerance:g} x (1 + abs(number))"
 
 
-def _choices(args: argparse.Namespace) -> list[Choice]:
+def _choices(args: argparse.Namespace) -> tuple[list[Choice], list[str]]:
+    """The choices to verify, and the names of the loaded backends that cannot be used here, which --all leaves out."""
     given = {name: getattr(args, name) for name in (*_COUNTS, "dtype", "kv_cache_dtype")}
     given = {name: value for name, value in given.items() if value is not None}
     if options := options_of(args.backend, args.option, "NAME"):
@@ -110,17 +114,18 @@ def _choices(args: argparse.Namespace) -> list[Choice]:
     specs = {record.name: record.spec for record in registry().records if record.spec is not None}
     if not args.all:
         spec = specs.get(args.backend) if args.backend else None
-        return [select(**{**_fields(spec), **given, "backend": args.backend})]
-    found, refusals = [], ["no backend that is loaded can be used here"]
+        return [select(**{**_fields(spec), **given, "backend": args.backend})], []
+    found, left_out, refusals = [], [], ["no backend that is loaded can be used here"]
     for name, one in specs.items():
         negotiation = negotiate_installed(**{**_fields(one), **given, "backend": name})
         if (choice := choose(negotiation)) is not None:
             found.append(choice)
         else:
+            left_out.append(name)
             refusals += [f"{name}: {reason}" for reason in negotiation.rejected[0].reasons]  # the one named comes first
     if not found:
         raise NoBackendError("\n".join(refusals))
-    return found
+    return found, left_out
 
 
 def _fields(spec: BackendSpec | None) -> dict[str, Any]:

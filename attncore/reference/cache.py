@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.abstract import check_value_size
-from attncore.arguments import integer, optional_integer
+from attncore.arguments import check_value_size, integer, optional_integer
 from attncore.array_arguments import block_pairs as block_pairs_of
 from attncore.array_arguments import not_strided
 from attncore.ops.cache_writer import LARGEST

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from attncore.abstract import check_value_size
-from attncore.arguments import flag, float32_number, integer
+from attncore.arguments import check_value_size, flag, float32_number, integer
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap

@@ -31,6 +31,17 @@ def test_text_has_a_row_for_each(site, capsys):
     assert "no licence file" in next(line for line in lines if line.startswith("raises"))
 
 
+def test_devices_are_those_of_all_variants(site, capsys):
+    """A backend whose spec names some devices, and a variant others, runs on both."""
+    extra = "variants=(__import__('attncore').Variant('old', devices={'cuda:sm_75': 3}), "
+    site.plugin("two", extra=extra + "__import__('attncore').Variant('new', devices={'cuda:sm_80+': 9}))")
+    assert main(["list"]) == 0
+    assert "cuda:sm_75, cuda:sm_80+" in capsys.readouterr().out
+    assert main(["list", "--json"]) == 0
+    (two,) = (row for row in json.loads(capsys.readouterr().out) if row["name"] == "two")
+    assert two["devices"] == {"cuda:sm_75": 3, "cuda:sm_80+": 9}
+
+
 def test_what_plugins_print_does_not_spoil_json(site, capsys):
     site.plugin("loud", "print('hello'); raise RuntimeError('x')")
     assert main(["list", "--json"]) == 0

@@ -134,3 +134,24 @@ def test_a_broken_trace_is_one_line_and_leaves_no_steps(capsys, tmp_path):
     assert "gzip" in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replay", "--model", "absent.json"], "--model: absent.json cannot be read: No such file or directory"),
+        (["replay", "--html", "absent/x.html"], "absent/x.html cannot be written: No such file or directory"),
+        (["bench", "reference", "--html", "absent/x.html"], "absent/x.html cannot be written: No such file"),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_a_mistyped_file_is_said_before_torch_is_imported(words, said, tmp_path):
+    """Which takes seconds, and transformers more of them."""
+    for needed in ("torch", "transformers", "pygal"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    program = (
+        f"import sys; from attncore.cli import main; code = main({words!r}); sys.exit('torch' in sys.modules or code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr

@@ -64,7 +64,7 @@ def test_what_was_written_is_said_at_the_end(capsys, trace, tmp_path):
 
 def test_the_timeline_says_what_its_numbers_are_of(capsys, trace):
     _, out, _ = ran(capsys, trace, "--metadata-only")
-    seconds = float(re.search(r"most: requests of a step; tokens of all steps in ([0-9.e-]+) s, a letter", out)[1])
+    seconds = float(re.search(r"a column is ([0-9.e-]+) s; most: requests of one step, tokens of its steps", out)[1])
     letters = next(line for line in out.splitlines() if line.startswith("requests  ") and set(line) & BLOCKS)
     virtual = float(re.search(r"0 virtual time +([0-9.]+) s", out)[1])
     assert seconds * len(letters.split()[1]) == pytest.approx(virtual, abs=0.06)

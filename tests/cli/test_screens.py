@@ -314,6 +314,7 @@ def test_the_width_is_that_of_the_stream(monkeypatch):
         (["list", "--help"], 0, "usage: attncore list "),
         (["explain", "--backend", "refrence"], 3, "did you mean reference?"),
         (["build"], 2, "attncore build: reading standard input, a batch (JSON) a line"),
+        (["replay", "-"], 2, "attncore replay: reading standard input, a trace of requests; Ctrl-D ends it"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -321,8 +322,8 @@ def test_on_a_terminal_of_its_own(words, code, said, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("ATTNCORE_PLUGINS", "reference")
     ours, theirs = sized(60)
-    if words == ["build"]:
-        os.write(ours, b"\x04")  # Ctrl-D
+    if words[0] in ("build", "replay"):
+        os.write(ours, b"\x04")  # Ctrl-D, once
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     with subprocess.Popen([sys.executable, "-m", "attncore", *words], **streams) as process:
         os.close(theirs)

@@ -141,6 +141,15 @@ def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
     assert "libacme.so is missing" in row
 
 
+def test_all_names_those_that_it_leaves_out(site, capsys, monkeypatch):
+    site.plugin("here", heavy="raise ImportError('libacme.so is missing')", module="here")
+    site.plugin("elsewhere", extra="requires=('a-library-that-is-not-there>=2',)")
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "here,elsewhere")
+    assert main(["verify", "--all", *SMALL]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "not verified: elsewhere; attncore explain says why"
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [(["--timeout", "0"], "--timeout"), (["reference", "--all"], "--all"), (["--head-size", "0"], "--head-size")],

@@ -39,6 +39,15 @@ def test_a_loop_without_attncore_beside_ours(benchmark_named, tmp_path):
         assert {"build", "replay", "launch"} <= row["parts"].keys()
 
 
+def test_list_beside_what_no_command_can_leave_out(benchmark_named, tmp_path, capsys):
+    saved = tmp_path / "found.json"
+    assert benchmark_named("list_floor").main(["--rounds", "2", "--save", str(saved)]) == 0
+    found = json.loads(saved.read_text())["processes"]
+    assert list(found) == ["bare Python", "floor", "attncore --help", "attncore list"]
+    assert found["attncore list"]["processor_ms"]["median"] > found["bare Python"]["processor_ms"]["median"] > 0
+    assert "load of the machine" in capsys.readouterr().out
+
+
 def test_what_a_sanitizer_would_check_is_right(benchmark_named, monkeypatch, capsys):
     nodes = benchmark_named("sanitized_nodes")
     monkeypatch.setattr(nodes, "plans", lambda count, device: {"plans": 0, "wrong": 0})  # compiled for a device

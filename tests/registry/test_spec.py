@@ -148,6 +148,14 @@ def test_variants_inherit_and_override():
     assert one.all_requires == ("numpy", "acme-kernels>=2", "acme-kernels<2")
 
 
+def test_all_devices_are_those_of_every_variant_with_the_highest_priority():
+    one = spec(
+        devices={"cuda:sm_90": 10, "cuda:sm_80+": 5},
+        variants=(Variant("fast", devices={"cuda:sm_90": 30, "rocm:gfx942": 7}), Variant("plain")),
+    )
+    assert one.all_devices == {"cuda:sm_90": 30, "rocm:gfx942": 7, "cuda:sm_80+": 5}
+
+
 def test_a_variant_states_only_facts():
     with pytest.raises(TypeError, match="api: variant 'two' states a fact that no variant may state"):
         Variant("two", api=2)

@@ -155,8 +155,7 @@ def test_a_distribution_that_spec_and_variant_require_is_named_once(requires, ve
 def test_where_no_variant_is_for_the_device_one_reason_says_so():
     kinds = (Variant("a", devices={"rocm:gfx942": 9}), Variant("b", devices={"cuda:sm_80+": 9}, head_sizes={80}))
     assert reasons(kinds, Host.assume("gfx1100")) == [
-        "device rocm:gfx1100 not supported by attn-one 0.1.0; supported: rocm:gfx942, cuda:sm_80+",
-        "head_size 64 not supported by variant b; supported: 80",
+        "device rocm:gfx1100 not supported by attn-one 0.1.0; supported: rocm:gfx942, cuda:sm_80+"
     ]
 
 
@@ -190,3 +189,18 @@ def test_variants_for_the_other_kind_of_cache_say_nothing():
 def test_a_plain_request_of_a_latent_variant_is_for_its_rows():
     both = record(spec(variants=BOTH_KINDS), "attn-one")
     assert reasons_by_variant(both, H90) == {"plain": (), "rows": ()}
+
+
+def test_what_only_variants_for_other_devices_lack_is_not_said():
+    """No advice of theirs would help: without such a device they run nothing."""
+    kinds = (
+        Variant("new", devices={"cuda:sm_80+": 1}, head_sizes={128}),
+        Variant("old", devices={"cuda:sm_75": 1}, dtypes={"float16"}),
+    )
+    assert reasons(kinds) == [
+        "head_size 64 not supported by variant new; supported: 128",
+        "device cuda:sm_90 not supported by variant old; supported: cuda:sm_75",
+    ]
+    # What all variants lack is the plugin's lack, wherever it runs.
+    assert len(reasons(kinds, Host.assume("cpu"))) == 1
+    assert "block_size 64 not supported by attn-one" in reasons(kinds, Host.assume("cpu"), block_size=64)[1]

@@ -153,8 +153,8 @@ def _fitting_variant(
 
 def _each_once(judged: _Judged, plugin: str, host: Host) -> Iterator[Reason]:
     """The reasons of all variants. One that all give names the plugin, any other the variants that give it; those that
-    are for other devices share one. Where a variant needs nothing but a distribution, installing that is the others'
-    fix.
+    are for other devices share one, and what they alone lack is no matter here. Where a variant needs nothing but a
+    distribution, installing that is the others' fix.
     """
     own = {variant: stated_by(variant, stated, plugin, host) for variant, stated, _ in judged}
     install, spared = _install_instead(judged, host)
@@ -174,6 +174,8 @@ def _each_once(judged: _Judged, plugin: str, host: Host) -> Iterator[Reason]:
         reason, variants = given[0][1], list(dict.fromkeys(variant for variant, _ in given))
         who, message = plugin, of_plugin
         if len(variants) < len(judged):
+            if code != "device" and elsewhere.keys() >= {*variants}:
+                continue
             plural = "variants" if len(variants) > 1 else "variant"
             who = f"{plural} {listed(own[variant].removeprefix('variant ') for variant in variants)}"
             named = own[variants[0]] in reason.message

@@ -50,7 +50,7 @@ class InstalledBackends(tuple[PluginRecord, ...]):
 
 def row(record: PluginRecord, missing: tuple[Reason, ...]) -> tuple[str, ...]:
     """A plugin under HEADERS; ``missing`` is why it cannot run here."""
-    devices = ", ".join(record.spec.devices) if record.spec else ""
+    devices = ", ".join(record.spec.all_devices) if record.spec else ""
     # Its devices stand in the column before.
     here = (f"no such device here ({one.asked})" if one.code == "device" else str(one) for one in missing)
     words = " | ".join(dict.fromkeys((*map(str, record.reasons), *here)))

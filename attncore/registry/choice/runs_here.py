@@ -21,8 +21,8 @@ def plain_request(spec: BackendSpec) -> AttentionRequest:
 
 def no_device_here(spec: BackendSpec, host: Host, source: str) -> Reason | None:
     """The reason, of code ``device``, where no variant of ``spec`` is for the host's device; None where one is."""
-    devices = dict.fromkeys(device for _, stated in spec.by_variant for device in stated.devices)
-    if best_match(dict.fromkeys(devices, 0), host.device) is not None:
+    devices = spec.all_devices
+    if best_match(devices, host.device) is not None:
         return None
     message = f"device {host.device} not supported by {source}; supported: {listed(devices)}"
     return Reason("device", message, host.device, list(devices), source, USE_ANOTHER)

@@ -170,6 +170,15 @@ class BackendSpec:
         """Every requirement of any variant."""
         return tuple(dict.fromkeys(text for _, spec in self.by_variant for text in spec.requires))
 
+    @property
+    def all_devices(self) -> dict[str, int]:
+        """The devices of all variants, each with the highest priority that one has there."""
+        found: dict[str, int] = {}
+        for _, spec in self.by_variant:
+            for device, priority in spec.devices.items():
+                found[device] = max(priority, found.get(device, priority))
+        return found
+
 
 def plain_spec(spec: BackendSpec) -> BackendSpec:
     """A BackendSpec of the fields of ``spec``, each read once; raises as BackendSpec does, and what reading raises.

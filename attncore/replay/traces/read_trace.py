@@ -58,8 +58,10 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
     name = "standard input" if path == "-" else str(path)
     try:
         with nullcontext(standard_input()) if path == "-" else open(path, "rb") as raw:
-            # Peeked at, since a pipe cannot be rewound.
-            if raw.peek(2)[:2] != _GZIP:
+            start = raw.peek(2)[:2]  # a pipe cannot be rewound
+            if not start:  # reading on, a terminal would wait for a second Ctrl-D
+                return _read(iter(()), name, max_requests, max_seconds)
+            if start != _GZIP:
                 return _read(_text(name, raw, None), name, max_requests, max_seconds)
             packed = _Counted(name, raw)
             with gzip.open(packed) as data:  # type: ignore[call-overload]

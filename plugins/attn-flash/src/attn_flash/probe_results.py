@@ -8,7 +8,6 @@ the same. The spec is made of them. That nothing runs for want of something else
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -165,6 +164,8 @@ def _key(generation: str) -> str:
     except OSError:
         return ""
     facts = f"{of_library.resolve()} {status.st_mtime_ns} {status.st_size}"
+    import hashlib  # here: `attncore list` reads this module, and where no library is installed asks for no name
+
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
