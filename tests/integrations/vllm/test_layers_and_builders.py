@@ -160,13 +160,11 @@ class OfNarrow(AttncoreMetadataBuilder):
     attncore_name = "narrow"
 
 
-@pytest.mark.parametrize(
-    "asked", [{"kv_cache_dtype": "fp8_e5m2"}, {"logits_soft_cap": 20.0}], ids=lambda one: [*one][0]
-)
-def test_what_a_layer_asks_beyond_the_selector_is_refused_with_reasons(site, asked):
+@pytest.mark.parametrize(("field", "asked"), [("kv_cache_dtype", "fp8_e5m2"), ("logits_soft_cap", 20.0)])
+def test_what_a_layer_asks_beyond_the_selector_is_refused_with_reasons(site, field, asked):
     site.plugin("narrow")  # floats alone, and no feature
-    layers = {"one": AttncoreImpl(HEADS, 64, 0.25, KV_HEADS, **asked)}
-    with pytest.raises(ValueError, match=rf"attncore: narrow: .*{[*asked][0]}"):
+    layers = {"one": AttncoreImpl(HEADS, 64, 0.25, KV_HEADS, **{field: asked})}
+    with pytest.raises(ValueError, match=f"attncore: narrow: .*{field}"):
         builder_of(layers, OfNarrow)
     assert builder_of(layers)
 
