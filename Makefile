@@ -31,7 +31,7 @@ help:
 	@echo "make demo           replay a request trace through metadata and attention (after set-up about 1.5 minutes on two cores)"
 	@echo "make test           set up, lint, type-check, run the tests"
 	@echo "make test-all       the same, and the slow proofs"
-	@echo "make test-engines   backends inside vLLM, two minors of it, and inside SGLang, each in an environment of its own"
+	@echo "make test-engines   backends inside vLLM, two minors of it, and SGLang, in environments of their own; STRICT=1: none is skipped"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make test-debug     the builders' tests and the fuzz targets over an extension with bounds checks"
 	@echo "make test-asan      the same over an extension with gcc's address and undefined-behaviour sanitizers"
@@ -172,7 +172,7 @@ $(SGLANG)/.deps: requirements/sglang.txt requirements/shared.txt | $(VENV)/.buil
 test-sglang: $(VENV)/.built
 	@if $(MAKE) $(SGLANG)/.deps; then \
 		PYTHONPATH=$(CURDIR) ATTNCORE_SGLANG=1 $(SGLANG)/bin/python -P -m pytest -n $(JOBS) -m "not gpu" tests/integrations/sglang; \
-	else echo "test-sglang: skipped: SGLang's environment cannot be made here; pip's words above say why"; fi
+	else echo "test-sglang: skipped: SGLang's environment cannot be made here; pip's words above say why"; $(SKIPPED); fi
 
 # Each round has new seeds and first tries what failed before (.hypothesis); where atheris is installed, its turn follows.
 FUZZ_MINUTES ?= 10
@@ -203,13 +203,17 @@ $(ENGINE_VLLM)/.deps: requirements/engine_vllm.txt requirements/shared.txt $(VLL
 
 test-engines: test-vllm test-sglang
 
+# STRICT=1 makes an error of an engine that is skipped.
+SKIPPED = $(if $(filter-out 0,$(STRICT)),exit 1,true)
+
 test-vllm: $(VENV)/.built
 	@mkdir -p build; if $(MAKE) $(ENGINE_VLLM)/.deps >build/vllm.log 2>&1; then \
 		for minor in $(VLLM_MINORS); do echo "$$minor:"; \
 			PYTHONPATH=$(CURDIR)/$(ENGINE_VLLM)/$$minor VLLM_TESTS="$(VLLM_TESTS)" $(ENGINE_VLLM)/bin/python -m pytest \
 				-o filterwarnings=default tests/integrations/vllm || exit 1; \
 		done; \
-	else echo "test-vllm: skipped: its environment cannot be made:"; grep -i error build/vllm.log || tail -n 3 build/vllm.log; fi
+	else echo "test-vllm: skipped: its environment cannot be made:"; grep -i error build/vllm.log || tail -n 3 build/vllm.log; \
+		$(SKIPPED); fi
 
 # Words for pytest in BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
 # STRICT=1 makes a missed goal an error.

@@ -163,8 +163,21 @@ def test_a_broken_plugin_stops_no_other_backend(model, tmp_path):
     assert "a broken plugin" in said, said[-3000:]
 
 
-def test_what_the_backend_lacks_is_refused_at_start(model):
-    found, said = run("engine_of_sglang.py", str(model[0]), "attncore_reference", 'kv_cache_dtype="fp8_e4m3"')
+NARROW = """
+import dataclasses
+from attncore import hookimpl, reference
+
+@hookimpl
+def attncore_backend():
+    return dataclasses.replace(reference.attncore_backend(), name="narrow", kv_cache_dtypes={"auto"})
+"""
+
+
+def test_what_the_backend_lacks_is_refused_at_start(model, tmp_path):
+    (tmp_path / "attn_narrow.py").write_text(NARROW)
+    here = provide(tmp_path / "info", "attn-narrow", {"attncore.backends": "narrow = attn_narrow"})
+    words = (str(model[0]), "attncore_narrow", 'kv_cache_dtype="fp8_e4m3"')
+    found, said = run("engine_of_sglang.py", *words, path=[tmp_path, here])
     assert found is None
     assert "NoBackendError" in said, said[-3000:]
     assert "kv_cache_dtype" in said, said[-3000:]

@@ -39,10 +39,10 @@ def configuration(layers, **over):
     return SimpleNamespace(**parts | over)
 
 
-def builder_of(layers, **over):
+def builder_of(layers, kind=OfReference, **over):
     config = configuration(layers, **over)
-    spec = SimpleNamespace(block_size=BLOCK, head_size=SIZE)
-    return OfReference(spec, list(layers), config, torch.device("cpu"))
+    spec = SimpleNamespace(block_size=BLOCK, head_size=next(iter(layers.values())).head_size)
+    return kind(spec, list(layers), config, torch.device("cpu"))
 
 
 def step(lengths, tokens, **over):
@@ -156,10 +156,17 @@ def test_layers_that_are_refused(arguments, words):
         AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS, **arguments)
 
 
-def test_what_a_layer_asks_beyond_the_selector_is_refused_with_reasons():
-    layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype="fp8_e5m2")}
-    with pytest.raises(ValueError, match=r"attncore: reference: .*fp8_e5m2"):
-        builder_of(layers)
+class OfNarrow(AttncoreMetadataBuilder):
+    attncore_name = "narrow"
+
+
+@pytest.mark.parametrize(("field", "asked"), [("kv_cache_dtype", "fp8_e5m2"), ("logits_soft_cap", 20.0)])
+def test_what_a_layer_asks_beyond_the_selector_is_refused_with_reasons(site, field, asked):
+    site.plugin("narrow")  # floats alone, and no feature
+    layers = {"one": AttncoreImpl(HEADS, 64, 0.25, KV_HEADS, **{field: asked})}
+    with pytest.raises(ValueError, match=f"attncore: narrow: .*{field}"):
+        builder_of(layers, OfNarrow)
+    assert builder_of(layers)
 
 
 def test_attention_that_is_not_causal_and_quantised_output_are_refused():
