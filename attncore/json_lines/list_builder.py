@@ -14,6 +14,7 @@ from attncore.json_lines.json_fields import (
     boolean,
     fields_of,
     integer,
+    is_short_name,
     list_of,
     optional,
     read_record,
@@ -112,8 +113,11 @@ def build_batch(
     names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
     fields = fields_of_metadata(metadata, names)
     if any(group.placeholders is not None for group in batch.groups):
-        maps = metadata.multi_modal_placeholder_index_maps
-        fields["multi_modal_placeholder_index_maps"] = {name: one._asdict() for name, one in maps.items()}
+        # As arrays, which are counted before they become lists.
+        fields["multi_modal_placeholder_index_maps"] = {
+            name: {"src": one.source_indices, "dest": one.token_indices}
+            for name, one in metadata.placeholder_maps.items()
+        }
     return as_json(fields, max_answer)
 
 
@@ -204,7 +208,7 @@ def _placeholders(path: str, record: Any) -> dict[str, list[Placeholder]] | None
         raise TypeError(f"{path}: {quoted_json(record)} is not an object with a list for each modality")
     found: dict[str, list[Placeholder]] = {}
     for modality, ranges in record.items():
-        where = f"{path}.{modality}" if modality.isidentifier() else f"{path}[{quoted_json(modality)}]"
+        where = f"{path}.{modality}" if is_short_name(modality) else f"{path}[{quoted_json(modality)}]"
         if not isinstance(ranges, list):
             raise TypeError(f"{where}: {quoted_json(ranges)} is not a list")
         found[modality] = []

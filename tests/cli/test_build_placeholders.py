@@ -89,3 +89,22 @@ def test_a_modality_that_stands_twice_is_refused():
     twice = line({"image": IMAGES}).replace('"image": [', '"image": [], "image": [')
     with pytest.raises(ValueError, match=r"^image: stands twice in one object"):
         parse_batch(twice)
+
+
+def test_a_line_that_names_far_more_than_an_answer_holds(tmp_path, capsys):
+    """It is refused before its maps are made, which would take 50 bytes a token."""
+    path = tmp_path / "lines"
+    path.write_text(line({"image": [{"offset": 0, "length": 2**31 - 1}]}, 17).replace("[1, 2, 3, 4, 5]", "null") + "\n")
+    assert main(["build", "--max-answer", "150", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("line 1: placeholders: maps of 17 tokens or more are beyond the ")
+
+
+def test_letters_of_a_modality_count_as_they_are_written():
+    name = "\N{GRINNING FACE}" * 100
+    text = line({name: [{"offset": 0, "length": 1}]})
+    whole = len(json.dumps(answer(text)))
+    assert build_batch(parse_batch(text), max_answer=whole)
+    with pytest.raises(ValueError, match=rf"^answer: {whole} bytes are longer than {whole - 1}"):
+        build_batch(parse_batch(text), max_answer=whole - 1)
+    with pytest.raises(ValueError, match=r"^groups\[1\]\.placeholders\[\"x{9,200}\.\.\.\]\[0\]\.length: missing$"):
+        parse_batch(line({"x" * 10**5: [{"offset": 1}]}))

@@ -6,7 +6,8 @@ a range; the map then has only that part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -107,38 +108,73 @@ def placeholder_map(
         raise ValueError(
             f"placeholders: those of {counted(len(placeholders), 'request')} for {len(queries)}; give each a list"
         )
-    checked = [checked_ranges(f"placeholders[{row}]", ranges) for row, ranges in enumerate(placeholders)]
-    return map_of_ranges(checked, range(len(checked)), contexts, queries)
+    requests = [
+        RequestPlaceholders({"": checked_ranges(f"placeholders[{row}]", ranges)})
+        for row, ranges in enumerate(placeholders)
+    ]
+    maps = maps_of_requests(requests, contexts, queries)
+    return maps[""] if maps else _to_arrays([], [])
 
 
-def map_of_ranges(
-    ranges: Sequence[Sequence[Placeholder]], owners: Sequence[int], contexts: Int32Array, queries: Int32Array
-) -> PlaceholderMap:
-    """``placeholder_map`` of ranges as ``checked_ranges`` gives them and of checked lengths.
+class RequestPlaceholders:
+    """The placeholders of a request by modality, as ``checked_ranges`` gives them; no two take one token."""
 
-    Rows of one owner share their items: ``owners`` has a number for each row.
+    def __init__(self, by_modality: Mapping[str, Sequence[Placeholder]]) -> None:
+        self.modalities = tuple(by_modality)
+        placed = [(one, modality) for modality, ranges in by_modality.items() for one in ranges]
+        self._placed = sorted(placed, key=lambda each: each[0].offset)
+        self._stops = [one.offset + one.length for one, _ in self._placed]
+        self.num_rows: dict[tuple[str, int], int] = {}
+        """(modality, item) -> how many rows of embeddings the item has, as far as its tokens take them."""
+        for one, modality in self._placed:
+            rows = max(self.num_rows.get((modality, one.item), 0), one.embedding_start + one.length)
+            self.num_rows[modality, one.item] = rows
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[Placeholder, str]]:
+        """Those that take tokens of ``start:stop``, and their modalities, in the order of tokens."""
+        for index in range(bisect_right(self._stops, start), len(self._stops)):
+            if self._placed[index][0].offset >= stop:
+                return
+            yield self._placed[index]
+
+
+def maps_of_requests(
+    requests: Sequence[RequestPlaceholders],
+    contexts: Int32Array,
+    queries: Int32Array,
+    max_numbers: int | None = None,
+) -> dict[str, PlaceholderMap]:
+    """Modality -> its map, for each modality of ``requests``, of which there is one for each row; checked lengths.
+
+    Rows with one and the same object share their items. What it takes is in proportion to the ranges that are given,
+    the rows and the tokens: a range that no row reaches is looked at once. ValueError where the maps have more than
+    ``max_numbers`` numbers, two for each token, before memory is taken for them.
     """
-    runs: list[PlaceholderRun] = []
-    rows_of_items: dict[tuple[int, int], int] = {}
-    first_token = 0
-    lengths = zip(ranges, owners, contexts.tolist(), queries.tolist(), strict=True)
-    for row, (of_row, owner, context, query) in enumerate(lengths):
-        for item, offset, length, embedding_start in of_row:
+    modalities = dict.fromkeys(name for one in dict.fromkeys(requests) for name in one.modalities)
+    runs: dict[str, list[PlaceholderRun]] = {name: [] for name in modalities}
+    first_rows: dict[str, list[int]] = {name: [] for name in modalities}  # of the item of each run, in the embeddings
+    sizes = dict.fromkeys(modalities, 0)
+    items: dict[tuple[RequestPlaceholders, str, int], int] = {}
+    first_token = total = 0
+    lengths = zip(requests, contexts.tolist(), queries.tolist(), strict=True)
+    for row, (request, context, query) in enumerate(lengths):
+        for (item, offset, length, embedding_start), name in request.between(context, context + query):
             start, stop = max(offset, context), min(offset + length, context + query)
-            if start < stop:
-                token = first_token + start - context
-                runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
-                rows_of_items.setdefault((owner, item), _rows_of(item, of_row))
+            token = first_token + start - context
+            runs[name].append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
+            if (request, name, item) not in items:
+                items[request, name, item] = sizes[name]
+                sizes[name] += request.num_rows[name, item]
+            first_rows[name].append(items[request, name, item])
+            total += stop - start
+            if max_numbers is not None and 2 * total > max_numbers:
+                raise ValueError(
+                    f"placeholders: maps of {counted(total, 'token')} or more are beyond the "
+                    f"{counted(max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
+                )
         first_token += query
-    total = sum(run.token_stop - run.token_start for run in runs)
     array_arguments.at_most("placeholders", total, array_arguments.MOST_TOKENS, "tokens of them in the step")
-    starts = dict(zip(rows_of_items, np.cumsum([0, *rows_of_items.values()]).tolist(), strict=False))
-    return _to_arrays(runs, [starts[owners[run.req_index], run.item] for run in runs])
-
-
-def _rows_of(item: int, ranges: Sequence[Placeholder]) -> int:
-    """How many rows of embeddings an item has, as far as its tokens take them."""
-    return max(one.embedding_start + one.length for one in ranges if one.item == item)
+    return {name: _to_arrays(runs[name], first_rows[name]) for name in modalities}
 
 
 def _to_arrays(runs: list[PlaceholderRun], items: list[int]) -> PlaceholderMap:

@@ -193,7 +193,8 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             vars(own_arrays(host)).update(fields)
             vars(metadata).update(counts)
         if reader.placeholder_group >= 0:
-            vars(metadata)["_placeholder_maps"] = placeholder_maps(groups, host.context_lens, host.query_lens)
+            left = None if self.max_numbers is None else self.max_numbers - num_tokens
+            vars(metadata)["_placeholder_maps"] = placeholder_maps(groups, host.context_lens, host.query_lens, left)
         if planned and self.plan is not None:
             self.plan(metadata)
         return metadata

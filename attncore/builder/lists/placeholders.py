@@ -8,34 +8,35 @@ from typing import Any
 
 from attncore.arguments import own_items
 from attncore.array_arguments import Int32Array
-from attncore.builder.blocks.placeholder_map import Placeholder, PlaceholderMap, checked_ranges, map_of_ranges
+from attncore.builder.blocks.placeholder_map import (
+    Placeholder,
+    PlaceholderMap,
+    RequestPlaceholders,
+    checked_ranges,
+    maps_of_requests,
+)
 from attncore.builder.lists import error_texts
-from attncore.quoted import quoted, type_name
+from attncore.quoted import MOST, one_line, quoted, type_name
 
 Ranges = dict[str, list[Placeholder]]
 
 
-def placeholder_maps(groups: Any, context_lens: Int32Array, query_lens: Int32Array) -> dict[str, PlaceholderMap]:
+def placeholder_maps(
+    groups: Any, context_lens: Int32Array, query_lens: Int32Array, max_numbers: int | None = None
+) -> dict[str, PlaceholderMap]:
     """Modality -> the tokens of the step that take its embeddings, for each modality of ``groups``, in their order.
 
     Lengths are int32[n], of the rows of the step; each sequence of a group is a row. Raises ValueError or TypeError
-    that names the group and the placeholder.
+    that names the group and the placeholder, and ValueError where the maps have more than ``max_numbers`` numbers.
     """
-    by_row: list[Ranges] = []
-    owners: list[int] = []
+    by_row: list[RequestPlaceholders] = []
     for index, group in enumerate(groups):
         items = own_items(group)
         ranges = _checked(f"groups[{index}].placeholders", items[5] if len(items) > 5 else None)
-        count = len(own_items(items[1]))
-        by_row += [ranges] * count
-        owners += [index] * count
+        by_row += [RequestPlaceholders(ranges)] * len(own_items(items[1]))
     if len(by_row) != len(query_lens):
         raise error_texts.changed_groups()
-    modalities = dict.fromkeys(modality for ranges in by_row for modality in ranges)
-    return {
-        modality: map_of_ranges([ranges.get(modality, []) for ranges in by_row], owners, context_lens, query_lens)
-        for modality in modalities
-    }
+    return maps_of_requests(by_row, context_lens, query_lens, max_numbers)
 
 
 def _checked(path: str, placeholders: Any) -> Ranges:
@@ -52,5 +53,6 @@ def _checked(path: str, placeholders: Any) -> Ranges:
     placed = sorted((one.offset, one.length, modality) for modality, ranges in found.items() for one in ranges)
     for (offset, length, modality), (later, _, other) in pairwise(placed):
         if later < offset + length:
-            raise ValueError(f"{path}: {modality} and {other} both take token {later}; a token takes one embedding")
+            both = " and ".join(one_line(name, MOST) for name in (modality, other))
+            raise ValueError(f"{path}: {both} both take token {later}; a token takes one embedding")
     return found

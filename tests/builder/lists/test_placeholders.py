@@ -1,6 +1,7 @@
 """Placeholders of groups: the maps of a step by modality, against maps made a token at a time, and what is refused."""
 
 import copy
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from attncore.builder import (
     SequenceGroup,
     slice_metadata,
 )
+from attncore.builder.blocks.placeholder_map import RequestPlaceholders, maps_of_requests
 
 KERNELS = ["cython", "numba"]
 IMAGE, SOUND = Placeholder(0, 2, 6), Placeholder(0, 9, 2)
@@ -215,3 +217,47 @@ def test_bad_placeholders_name_their_group(placeholders, error, says, kernels):
         builder.build(groups)
     assert str(caught.value).startswith(says)
     assert builder.build(groups[:1]).placeholder_maps == {}
+
+
+def test_modalities_and_rows_that_share_no_token_are_looked_at_once():
+    """Ranges beyond the step, and rows that have none of a modality, cost nothing but a look at each."""
+    looks = []
+
+    class Counted(int):
+        """An offset that says when it is compared."""
+
+        def __ge__(self, other):
+            looks.append(self)
+            return int(self) >= other
+
+    far = [Placeholder(0, Counted(2 * index), 1) for index in range(1000)]
+    request = RequestPlaceholders({"image": far, "audio": []})
+    contexts = np.arange(0, 2000, 2, dtype=np.int32)
+    maps = maps_of_requests([request] * 1000, contexts, np.ones(1000, np.int32))
+    assert maps["image"].token_indices.tolist() == list(range(1000))
+    assert maps["image"].source_indices.tolist() == [0] * 1000
+    assert not maps["audio"].runs
+    assert len(looks) <= 2 * 1000  # of a row: its own range and the next
+
+
+def test_maps_are_counted_before_memory_is_taken_for_them():
+    one = Sequence(0, 2**20, 0, None)
+    builder = CommonMetadataBuilder(16)
+    builder.max_numbers = 2**20 + 8
+    groups = [SequenceGroup(True, [one], placeholders={"image": [Placeholder(0, 0, 2**20)]})]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"^placeholders: maps of 1048576 tokens or more are beyond the 8 numbers"):
+            builder.build(groups)
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    without = CommonMetadataBuilder(16)
+    tracemalloc.start()
+    try:
+        without.build([SequenceGroup(True, [one])])
+        assert taken < 1.1 * tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    few = [SequenceGroup(True, [one], placeholders={"image": [Placeholder(0, 7, 3)]})]
+    assert builder.build(few).placeholder_maps["image"].token_indices.tolist() == [7, 8, 9]
