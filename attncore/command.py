@@ -161,12 +161,13 @@ class Parser(argparse.ArgumentParser):
             message = f"{names}: none given; {self.prog} --help says what {'they are' if ', ' in names else 'it is'}"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
-            option = words.split(maxsplit=1)[0].partition("=")[0]
+            shown = one_line(words, MOST) if words.strip() else quoted(words)  # a variable of the shell that is not set
+            option = shown.split(maxsplit=1)[0].partition("=")[0]
             # Without dashes, which make any two short words alike.
             known = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
             close = close_name(option.lstrip("-"), known)
             hint = f"; did you mean {known[close]}?" if close else f"; {self.prog} --help lists the options"
-            raise UsageError(unknown + one_line(words, MOST) + hint)
+            raise UsageError(unknown + shown + hint)
         for word in self._words:
             for part in (word, word.partition("=")[2]):
                 if len(part) > MOST:

@@ -51,13 +51,18 @@ def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) ->
     unknown = record.keys() - known.keys()
     if unknown:
         name = min(unknown)
-        text = name if name.isidentifier() and len(name) <= 40 else quoted_json(name)
+        text = name if is_short_name(name) else quoted_json(name)
         raise ValueError(f"{prefix}{text}: unknown field; known: {', '.join(known)}")
     fields = {**known, **record}
     for name, value in fields.items():
         if value is REQUIRED:
             raise ValueError(f"{prefix}{name}: missing")
     return fields
+
+
+def is_short_name(name: str) -> bool:
+    """Whether a message has ``name`` as it is, without quotation marks."""
+    return name.isidentifier() and len(name) <= 40
 
 
 def list_of(path: str, value: Any) -> list[Any]:

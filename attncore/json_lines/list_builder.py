@@ -14,6 +14,7 @@ from attncore.json_lines.json_fields import (
     boolean,
     fields_of,
     integer,
+    is_short_name,
     list_of,
     optional,
     read_record,
@@ -206,7 +207,7 @@ def _placeholders(path: str, record: Any) -> dict[str, list[Placeholder]] | None
         raise TypeError(f"{path}: {quoted_json(record)} is not an object with a list for each modality")
     found: dict[str, list[Placeholder]] = {}
     for modality, ranges in record.items():
-        where = f"{path}.{modality}" if modality.isidentifier() else f"{path}[{quoted_json(modality)}]"
+        where = f"{path}.{modality}" if is_short_name(modality) else f"{path}[{quoted_json(modality)}]"
         if not isinstance(ranges, list):
             raise TypeError(f"{where}: {quoted_json(ranges)} is not a list")
         found[modality] = []

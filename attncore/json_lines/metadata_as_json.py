@@ -55,7 +55,7 @@ def _most_bytes(fields: Mapping[str, Any]) -> int:
     """No less than the length of the text, at the cost of a look at each field."""
     most = 0
     for name, value in fields.items():
-        most += len(name) + 32
+        most += 12 * len(name) + 32  # a letter may be written as two of \u0000
         if isinstance(value, np.ndarray):
             most += 22 * (value.size + len(value))  # an int64 has 20 letters; and brackets for each row
         elif isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def _most_bytes(fields: Mapping[str, Any]) -> int:
 def _text_bytes(value: Any) -> int:
     """The length of the text of a value."""
     if isinstance(value, Mapping):
-        return sum(len(name) + 6 + _text_bytes(one) for name, one in value.items())
+        return sum(len(json_text(name)) + 4 + _text_bytes(one) for name, one in value.items())
     if not isinstance(value, np.ndarray):
         return len(json_text(value))
     separators = 2 * len(value) if value.ndim == 2 else 0  # a comma, a blank or brackets for each row, and each number

@@ -102,3 +102,14 @@ def test_an_answer_is_counted_before_memory_is_taken_for_it():
         build_batch(batch, max_answer=5500)
     answer = build_batch(batch, max_answer=20000)["multi_modal_placeholder_index_maps"]
     assert answer == {"image": {"src": list(range(900)), "dest": list(range(900))}}
+
+
+def test_letters_of_a_modality_count_as_they_are_written():
+    name = "\N{GRINNING FACE}" * 100
+    text = line({name: [{"offset": 0, "length": 1}]})
+    whole = len(json.dumps(answer(text)))
+    assert build_batch(parse_batch(text), max_answer=whole)
+    with pytest.raises(ValueError, match=rf"^answer: {whole} bytes are longer than {whole - 1}"):
+        build_batch(parse_batch(text), max_answer=whole - 1)
+    with pytest.raises(ValueError, match=r"^groups\[1\]\.placeholders\[\"x{9,200}\.\.\.\]\[0\]\.length: missing$"):
+        parse_batch(line({"x" * 10**5: [{"offset": 1}]}))

@@ -7,6 +7,7 @@ import pytest
 
 from attncore.cli import COMMANDS, _parser, main
 from attncore.command import UsageError
+from attncore.quoted import quoted
 
 MISTAKES = {
     "replay --metadata-only --num-blocks 2": "--num-blocks: row 1 of the trace",
@@ -126,3 +127,14 @@ def test_a_misspelt_option_is_guessed_only_where_one_is_close(words, hint, capsy
     err = capsys.readouterr().err
     assert err.startswith(f"attncore: error: unrecognized arguments: {words[1]}")
     assert err.endswith(f"{hint}\n")
+
+
+@pytest.mark.parametrize("word", ["", " ", "\n\t", "\x1c", "\u2028", "\u200b", "\x00"])
+@pytest.mark.parametrize("command", ["list", "doctor", "build -", "show reference", "explain", "verify reference"])
+def test_a_word_of_nothing_but_blanks_is_quoted(command, word, capsys):
+    """Such as that of a variable of the shell that is not set, as in ``attncore list "$OPTIONS"``."""
+    assert main([*command.split(), word]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("attncore: error: unrecognized arguments: ")
+    assert err.count("\n") == 1
+    assert quoted(word).strip("'") in err

@@ -13,6 +13,10 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192,
 }  # fmt: skip
+HYBRID = {
+    **LLAMA, "model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "mamba_chunk_size": 8,
+}  # fmt: skip
 GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 8}
 
 
@@ -72,6 +76,7 @@ def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
         ({**LLAMA, "max_position_embeddings": 50}, [], "the request in row 2 has 71 tokens; the model's max_position"),
         ({**LLAMA, "vocab_size": 2 * 10**12}, [], "the model does not fit in memory"),
         ({**LLAMA, "model_type": "bert"}, [], "BertLMHeadModel is an encoder and says no next token"),
+        (HYBRID, [], "FalconH1ForCausalLM has recurrent layers, and a replay keeps no states for them"),
         (LLAMA, ["--metadata-only"], "--metadata-only: given beside --model"),
         (LLAMA, ["--layers", "3"], "--layers: given beside --model"),
         (LLAMA, ["--speculative", "2"], "--speculative: given beside --model"),

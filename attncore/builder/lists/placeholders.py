@@ -18,7 +18,7 @@ from attncore.builder.blocks.placeholder_map import (
     to_map,
 )
 from attncore.builder.lists import error_texts
-from attncore.quoted import quoted, type_name
+from attncore.quoted import MOST, one_line, quoted, type_name
 
 Ranges = dict[str, list[Placeholder]]
 """A group's placeholders by modality."""
@@ -76,7 +76,6 @@ def _in_order(path: str, found: Ranges) -> list[tuple[str, Placeholder]]:
     )
     for (modality, before), (other, after) in pairwise(placed):
         if after.offset < before.offset + before.length:
-            raise ValueError(
-                f"{path}: {modality} and {other} both take token {after.offset}; a token takes one embedding"
-            )
+            both = " and ".join(one_line(name, MOST) for name in (modality, other))
+            raise ValueError(f"{path}: {both} both take token {after.offset}; a token takes one embedding")
     return placed

@@ -9,7 +9,13 @@ import torch
 
 from attncore.abstract import AttentionType
 from attncore.arguments import INT32_MAX, positive_integer
-from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
+from attncore.integrations.transformers import (
+    attention_layers,
+    attncore_context,
+    paged_caches,
+    recurrent_layers,
+    select_for_model,
+)
 from attncore.registry.config_json import read_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
@@ -53,6 +59,11 @@ class ModelLayers:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = _model(path, settings.seed, device)
+        if recurrent_layers(self.model):  # before a token is run: their own code may take a minute for it
+            raise ModelError(
+                f"{path}: {type(self.model).__name__} has recurrent layers, and a replay keeps no states for them; "
+                "take a model that has layers of attention alone"
+            )
         with errors_as_model_errors(path), data_alone():
             with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
                 layers = attention_layers(self.model)

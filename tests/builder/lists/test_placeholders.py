@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -287,3 +288,26 @@ def test_bad_placeholders_name_their_group(placeholders, error, says, kernels):
         builder.build(groups)
     assert str(caught.value).startswith(says)
     assert builder.build(groups[:1]).placeholder_maps == {}
+
+
+def test_maps_are_counted_before_memory_is_taken_for_them():
+    one = Sequence(0, 2**20, 0, None)
+    builder = CommonMetadataBuilder(16)
+    builder.max_numbers = 2**20 + 8
+    groups = [SequenceGroup(True, [one], placeholders={"image": [Placeholder(0, 0, 2**20)]})]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"^groups: 1048576 tokens of placeholders, with two numbers each, are"):
+            builder.build(groups)
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    without = CommonMetadataBuilder(16)
+    tracemalloc.start()
+    try:
+        without.build([SequenceGroup(True, [one])])
+        assert taken < 1.1 * tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    few = [SequenceGroup(True, [one], placeholders={"image": [Placeholder(0, 7, 3)]})]
+    assert builder.build(few).placeholder_maps["image"].token_indices.tolist() == [7, 8, 9]
