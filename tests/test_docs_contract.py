@@ -270,3 +270,50 @@ def test_the_shape_of_a_cache_is_that_of_the_whole_one():
     whole = backend.allocate_kv_cache(3)
     assert tuple(whole.shape) == tuple(backend.kv_cache_shape(3, 4, 2, 8))
     assert sum(view.numel() for view in backend.kv_cache_views(whole)) == whole.numel()
+
+
+class Numbers(ReferenceBackend):
+    """Notes of each step that it plans its object, its number and what was kept there; keeps something there."""
+
+    def __init__(self):
+        super().__init__(attncore.BackendConfig(**FIELDS))
+        self.seen = []
+
+    def plan(self, metadata):
+        self.seen.append((metadata, metadata.step, dict(metadata.kept)))
+        metadata.kept["plan"] = metadata.step
+
+
+def test_numbers_of_steps_and_what_is_kept_with_the_persistent_builder():
+    """The first row of the table of lifetimes; tests/builder/adopted/test_adopted_captures.py has the second."""
+    backend = Numbers()
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=8, depth=2)
+    batch.add_request("a", [1, 2])
+    for _ in range(4):
+        builder.build({"a": 1})
+    builder.capture(1)
+    assert [(number, kept) for _, number, kept in backend.seen] == [(number, {}) for number in range(5)]
+    objects = [metadata for metadata, _, _ in backend.seen]
+    assert objects[0] is objects[2] is not objects[1] is objects[3]
+    profile = builder.build_profile([2])
+    assert (profile.step, builder.last_step) == (0, 4)
+    view = builder.build({"a": 3}).prefill_metadata
+    assert (view.step, view.kept) == (0, {})
+
+
+def test_numbers_of_steps_and_what_is_kept_with_the_list_builder():
+    """The last two rows of the table of lifetimes."""
+    backend = Numbers()
+    builder = attncore.CommonMetadataBuilder(4, max_seq_len_to_capture=16, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    with state.graph_capture(1):
+        captured = state.metadata_for_capture(1)
+    decode = [SequenceGroup(False, [Sequence(0, 1, 5, [1, 2])])]
+    step, later = builder.build(decode), builder.build(decode, state.pad_size(1))
+    assert later is not step
+    step.advance_step()
+    assert [(number, kept) for _, number, kept in backend.seen] == [(number, {}) for number in range(4)]
+    assert step.kept == {"plan": step.step} == {"plan": 3}
+    assert state.prepare(later) is captured
+    assert (captured.step, captured.kept, later.kept) == (2, {}, {"plan": 2})

@@ -131,7 +131,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries, turn_prefills_into_decodes)
 
     def build_unplanned(self, groups: list[SequenceGroup]) -> CommonAttentionMetadata:
-        """``build`` without a plan and a graph, for a caller that is inside the builder."""
+        """``build`` without a plan and a graph, for a caller that is inside the builder, and says when it happened."""
         return self._build_step(groups, -1, _new_arrays, planned=False)
 
     def _build(
@@ -168,7 +168,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 f"{counted(self.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
-        host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
+        host, step = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages), self.last_step + 1
         self._fill(pad, vars(host._arrays))
         metadata = self.metadata_class(
             host,
@@ -186,6 +186,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
+            step=step,
             source=_new_source(Source, (self, groups, reader.num_ids, host)),
         )
         if self._encoder_decoder:
@@ -194,8 +195,10 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             vars(metadata).update(counts)
         if reader.placeholder_group >= 0:
             vars(metadata)["_placeholder_maps"] = placeholder_maps(groups, host.context_lens, host.query_lens)
-        if planned and self.plan is not None:
-            self.plan(metadata)
+        if planned:
+            if self.plan is not None:
+                self.plan(metadata)
+            self.last_step = step
         return metadata
 
     def _measure(self, groups: Any) -> _Measures:
