@@ -316,4 +316,4 @@ def test_numbers_of_steps_and_what_is_kept_with_the_list_builder():
     assert [(number, kept) for _, number, kept in backend.seen] == [(number, {}) for number in range(4)]
     assert step.kept == {"plan": step.step} == {"plan": 3}
     assert state.prepare(later) is captured
-    assert (captured.step, captured.kept, later.kept) == (2, {}, {"plan": 2})
+    assert (captured.step, captured.kept, later.kept) == (2, {"plan": 2}, {"plan": 2})

@@ -76,6 +76,24 @@ METADATA_FAULTS = (
     ),
     Fault("adds_to_lengths", CHECK, "forward changed metadata", _after("metadata.seq_lens.add_(1)")),
     Fault("clears_the_table", CHECK, "forward changed metadata", _after("metadata.block_table.zero_()")),
+    Fault(
+        "clears_the_table_on_the_host",
+        CHECK,
+        "forward changed metadata.host.block_table; other layers and later steps read it: work on a copy",
+        _after("torch.from_numpy(metadata.host.block_table).zero_()"),
+    ),
+    Fault(
+        "plans_in_the_table_on_the_host",
+        CHECK,
+        "plan changed metadata.host.block_table; other layers and later steps read it: work on a copy",
+        _plan("torch.from_numpy(metadata.host.block_table).zero_()"),
+    ),
+    Fault(
+        "plans_in_the_table_of_a_builder",
+        "test_steps_of_a_builder_that_uses_its_metadata_again",
+        "plan changed metadata.host.block_table; other layers and later steps read it",
+        _plan("if metadata.builder is not None: torch.from_numpy(metadata.host.block_table).zero_()"),
+    ),
     Fault("moves_positions", CHECK, "forward changed metadata", _after("metadata.positions.sub_(1)")),
     Fault(
         "sorts_slots",

@@ -174,6 +174,8 @@ class CommonAttentionState(FirstGenerationStateNames):
                 copies = steps.buffers.copies(step, bucket)
                 steps.prepared = NOTHING
                 set_host(captured, steps.buffers.write(step, bucket, copies), metadata.step)
+                if "_kept" in vars(metadata):  # the plan of the step
+                    vars(captured)["_kept"] = metadata.kept
             steps.prepared = metadata, metadata.advanced
         return captured
 
