@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builder.adopted.adopted_engine import as_on_a_device
 from planting import Site, site
 from testing import test_unusual_caches as caches
 
 import attncore
 from attncore.builder import Sequence, SequenceGroup
 from attncore.reference import ReferenceBackend
+from attncore.step_arrays import FIELD_NAMES
 
 __all__ = ["site"]
 CONTRACT = (Path(__file__).parents[1] / "docs" / "contract.md").read_text()
@@ -270,6 +272,44 @@ def test_the_shape_of_a_cache_is_that_of_the_whole_one():
     whole = backend.allocate_kv_cache(3)
     assert tuple(whole.shape) == tuple(backend.kv_cache_shape(3, 4, 2, 8))
     assert sum(view.numel() for view in backend.kv_cache_views(whole)) == whole.numel()
+
+
+def test_the_words_of_what_a_backend_reads():
+    """Every word of the table is one of ``host_needs`` and ``device_needs``, and no other is; lengths are stated."""
+    _, *rows = table("word")
+    told = {word.strip("`"): cells for word, *cells in rows}
+    assert told.keys() == FIELD_NAMES
+    facts = {"name": "acme", "api": 1, "factory": "a:B", "devices": {"any": 1}, "dtypes": {"float32"}}
+    facts |= {"head_sizes": {8}, "block_sizes": {4}}
+    for word, (says, lengths, _, read) in told.items():
+        assert says
+        assert re.match(r"(host|device|host and device): ", read)
+        attncore.BackendSpec(**facts, host_needs={word}, device_needs={word}, host_lengths="bounded")
+        if lengths:
+            with pytest.raises(ValueError, match=f"host_needs names {word}"):
+                attncore.BackendSpec(**facts, host_needs={word})
+        else:
+            attncore.BackendSpec(**facts, host_needs={word})
+    with pytest.raises(ValueError, match="host_needs: 'num_reqs' is no field of metadata"):
+        attncore.BackendSpec(**facts, host_needs={"num_reqs"})
+
+
+def test_which_of_them_an_adopted_step_has_on_the_host_of_a_device():
+    torch = pytest.importorskip("torch")
+    _, *rows = table("word")
+    steps = attncore.AdoptedSteps(
+        ReferenceBackend(attncore.BackendConfig(**FIELDS)), max_num_reqs=2, max_num_tokens=8, max_model_len=16,
+        num_blocks=8,
+    )  # fmt: skip
+    as_on_a_device(steps)
+    starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [5]))
+    step = steps.build(
+        query_start_loc=starts, seq_lens=lens, block_table=torch.ones((1, 4), dtype=torch.int32),
+        slot_mapping=torch.tensor([5]), host_query_start_loc=np.array([0, 1], np.int32),
+        host_seq_lens=np.array([5], np.int32),
+    )  # fmt: skip
+    told = {word.strip("`"): cells[2] == "yes" for word, *cells in rows}
+    assert told == {word: hasattr(step.host, word) for word in told}
 
 
 class Numbers(ReferenceBackend):
