@@ -73,7 +73,7 @@ FIELD_NAMES = frozenset(StepArrays.__annotations__)
 OF_LENGTHS = frozenset(
     (
         "seq_lens", "context_lens", "seq_start_loc", "positions", "paged_kv_indptr", "paged_kv_indices",
-        "paged_kv_last_page_len",
+        "paged_kv_num_pages", "paged_kv_last_page_len",
     )
 )  # fmt: skip
 """Those that a host has right only where it knows the lengths of requests, or bounds of them."""

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builder.adopted.adopted_engine import as_on_a_device
 from planting import Site, site
 from testing import test_unusual_caches as caches
 
 import attncore
 from attncore.builder import Sequence, SequenceGroup
 from attncore.reference import ReferenceBackend
+from attncore.step_arrays import FIELD_NAMES
 
 __all__ = ["site"]
 CONTRACT = (Path(__file__).parents[1] / "docs" / "contract.md").read_text()
@@ -270,3 +272,88 @@ def test_the_shape_of_a_cache_is_that_of_the_whole_one():
     whole = backend.allocate_kv_cache(3)
     assert tuple(whole.shape) == tuple(backend.kv_cache_shape(3, 4, 2, 8))
     assert sum(view.numel() for view in backend.kv_cache_views(whole)) == whole.numel()
+
+
+def test_the_words_of_what_a_backend_reads():
+    """Every word of the table is one of ``host_needs`` and ``device_needs``, and no other is; lengths are stated."""
+    _, *rows = table("word")
+    told = {word.strip("`"): cells for word, *cells in rows}
+    assert told.keys() == FIELD_NAMES
+    facts = {"name": "acme", "api": 1, "factory": "a:B", "devices": {"any": 1}, "dtypes": {"float32"}}
+    facts |= {"head_sizes": {8}, "block_sizes": {4}}
+    for word, (says, lengths, _, read) in told.items():
+        assert says
+        assert re.match(r"(host|device|host and device): ", read)
+        attncore.BackendSpec(**facts, host_needs={word}, device_needs={word}, host_lengths="bounded")
+        if lengths:
+            with pytest.raises(ValueError, match=f"host_needs names {word}"):
+                attncore.BackendSpec(**facts, host_needs={word})
+        else:
+            attncore.BackendSpec(**facts, host_needs={word})
+    with pytest.raises(ValueError, match="host_needs: 'num_reqs' is no field of metadata"):
+        attncore.BackendSpec(**facts, host_needs={"num_reqs"})
+
+
+def test_which_of_them_an_adopted_step_has_on_the_host_of_a_device():
+    torch = pytest.importorskip("torch")
+    _, *rows = table("word")
+    steps = attncore.AdoptedSteps(
+        ReferenceBackend(attncore.BackendConfig(**FIELDS)), max_num_reqs=2, max_num_tokens=8, max_model_len=16,
+        num_blocks=8,
+    )  # fmt: skip
+    as_on_a_device(steps)
+    starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [5]))
+    step = steps.build(
+        query_start_loc=starts, seq_lens=lens, block_table=torch.ones((1, 4), dtype=torch.int32),
+        slot_mapping=torch.tensor([5]), host_query_start_loc=np.array([0, 1], np.int32),
+        host_seq_lens=np.array([5], np.int32),
+    )  # fmt: skip
+    told = {word.strip("`"): cells[2] == "yes" for word, *cells in rows}
+    assert told == {word: hasattr(step.host, word) for word in told}
+
+
+class Numbers(ReferenceBackend):
+    """Notes of each step that it plans its object, its number and what was kept there; keeps something there."""
+
+    def __init__(self):
+        super().__init__(attncore.BackendConfig(**FIELDS))
+        self.seen = []
+
+    def plan(self, metadata):
+        self.seen.append((metadata, metadata.step, dict(metadata.kept)))
+        metadata.kept["plan"] = metadata.step
+
+
+def test_numbers_of_steps_and_what_is_kept_with_the_persistent_builder():
+    """The first row of the table of lifetimes; tests/builder/adopted/test_adopted_captures.py has the second."""
+    backend = Numbers()
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=8, depth=2)
+    batch.add_request("a", [1, 2])
+    for _ in range(4):
+        builder.build({"a": 1})
+    builder.capture(1)
+    assert [(number, kept) for _, number, kept in backend.seen] == [(number, {}) for number in range(5)]
+    objects = [metadata for metadata, _, _ in backend.seen]
+    assert objects[0] is objects[2] is not objects[1] is objects[3]
+    profile = builder.build_profile([2])
+    assert (profile.step, builder.last_step) == (0, 4)
+    view = builder.build({"a": 3}).prefill_metadata
+    assert (view.step, view.kept) == (0, {})
+
+
+def test_numbers_of_steps_and_what_is_kept_with_the_list_builder():
+    """The last two rows of the table of lifetimes."""
+    backend = Numbers()
+    builder = attncore.CommonMetadataBuilder(4, max_seq_len_to_capture=16, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    with state.graph_capture(1):
+        captured = state.metadata_for_capture(1)
+    decode = [SequenceGroup(False, [Sequence(0, 1, 5, [1, 2])])]
+    step, later = builder.build(decode), builder.build(decode, state.pad_size(1))
+    assert later is not step
+    step.advance_step()
+    assert [(number, kept) for _, number, kept in backend.seen] == [(number, {}) for number in range(4)]
+    assert step.kept == {"plan": step.step} == {"plan": 3}
+    assert state.prepare(later) is captured
+    assert (captured.step, captured.kept, later.kept) == (2, {"plan": 2}, {"plan": 2})

@@ -225,3 +225,13 @@ def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered,
     assert "| acme-x | attn-acme-x 0.1.0 |" in row
     assert " 0 failed" not in (badge := (tmp_path / "badge.svg").read_text())
     assert "supported</text>" in badge
+
+
+def test_the_workflow_publishes_by_the_pinned_action_of_this_repository(rendered):
+    """What is handed a token of the index is named by its hash, for a tag may be moved."""
+    ours = Path(__file__).parents[1] / ".github/workflows/wheels.yml"
+    used = [
+        re.findall(r"pypa/gh-action-pypi-publish@[0-9a-f]{40} # v\S+", file.read_text())
+        for file in (ours, rendered / ".github/workflows/ci.yml")
+    ]
+    assert used[0] == used[1] != []

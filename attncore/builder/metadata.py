@@ -106,7 +106,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     in every step, to which a plan may point a kernel before the indices are written (persistent builder with a
     transport)."""
     step: int = 0
-    """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
+    """The step's number: its builder counts its builds from 0, and the list builder also what ``advance_step`` moves
+    on. A captured size has the number of the step that it holds. 0 in views, and in metadata that no builder made."""
     group: str = ""
     """The KV-cache group whose slots and table these are (persistent builder)."""
     _placeholder_maps: Mapping[str, Any] = MappingProxyType({})

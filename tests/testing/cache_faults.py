@@ -111,7 +111,7 @@ return answer
     Fault(
         "writes_nothing",
         "test_a_slot_owns_its_part_of_its_block",
-        "",
+        "wrote nothing to its block: forward must write the cache",
         forward("return whole(query, key, value, kv_cache.clone(), metadata, output)"),
     ),
     Fault(

@@ -75,7 +75,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "log_sum_exp_writes",
         "test_log_sum_exp_without_writing",
-        "",
+        "forward_with_lse(..., write=False), whose key and value may be None, where another layer has written",
         forward(
             "return super(Impl, self).forward_with_lse(query, key, value, kv_cache, metadata, output)",
             "forward_with_lse",
@@ -85,7 +85,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "cross_layers_need_their_keys",
         "test_a_cross_layer_attends_without_writing[write_cache]",
-        "",
+        "forward(..., write=False), whose key and value may be None, where write_cache has written",
         forward(
             """
 if self.attn_type == "encoder_decoder" and metadata.host.encoder_query_start_loc[-1]:
@@ -144,7 +144,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "prompts_without_a_table_are_read_in_the_cache",
         "test_a_layer_of_the_list_builder_attends_without_writing",
-        "",
+        "prompts have no table here, and bring their keys with write=False too",
         forward(
             """
 if not write and metadata.from_groups and metadata.num_prefills:
@@ -229,7 +229,8 @@ return answer
         STRIDED,
     ),
     Fault(
-        "blocks_of_a_pair_are_copied_in_the_first_half", "test_blocks_of_a_pair_of_views_are_copied[blocks apart]", "",
+        "blocks_of_a_pair_are_copied_in_the_first_half", "test_blocks_of_a_pair_of_views_are_copied[blocks apart]",
+        "copy_blocks left other values in block",
         """
 def copy_blocks(self, kv_caches, src_to_dst):
     for cache in kv_caches:

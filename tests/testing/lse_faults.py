@@ -12,6 +12,20 @@ def with_lse(body: str) -> str:
 
 LSE_FAULTS = (
     Fault(
+        "a_row_of_a_rank_without_keys_raises",
+        "test_a_rank_decodes_over_the_keys_it_keeps[block-1]",
+        "RuntimeError: nothing to attend over (attn_a_row_of_a_rank_without_keys_raises_heavy.py",
+        forward(
+            """
+if not metadata.host.seq_lens.all():
+    raise RuntimeError("nothing to attend over")
+return whole(query, key, value, kv_cache, metadata, output)
+""",
+            "forward_with_lse",
+        ),
+        "features={'lse'}",
+    ),
+    Fault(
         "lse_to_base_2",
         "test_log_sum_exp_over_random_batches",
         "; it is as if the logarithm were to base 2, not natural",

@@ -1,5 +1,7 @@
 """Faults of a backend that writes to metadata, which other layers and later steps read."""
 
+from textwrap import indent
+
 from testing.faulty_backend import Fault, forward
 
 CHECK = "test_lengths_around_a_block"
@@ -10,14 +12,21 @@ def _after(write):
 
 
 def _plan(write):
+    body = indent(write, "    ")
     return f"""
 def plan_layers(self, metadata, key):
-    {write}
+{body}
 Backend.plan_layers = plan_layers
 """
 
 
 _NEEDS = "host_needs={'query_start_loc', 'seq_lens', 'context_lens', 'slot_mapping'}, device_needs={'slot_mapping', "
+CLEARS_ON_THE_HOST = """
+import warnings
+with warnings.catch_warnings():  # torch's, of an array that cannot be written to
+    warnings.simplefilter("ignore")
+    torch.from_numpy(metadata.host.block_table).zero_()
+"""
 NEEDS = _NEEDS + "'block_table'}"
 """What the reference reads of a decoder's step."""
 
@@ -76,6 +85,24 @@ METADATA_FAULTS = (
     ),
     Fault("adds_to_lengths", CHECK, "forward changed metadata", _after("metadata.seq_lens.add_(1)")),
     Fault("clears_the_table", CHECK, "forward changed metadata", _after("metadata.block_table.zero_()")),
+    Fault(
+        "clears_the_table_on_the_host",
+        CHECK,
+        "forward changed metadata.host.block_table; other layers and later steps read it: work on a copy",
+        _after(CLEARS_ON_THE_HOST),
+    ),
+    Fault(
+        "plans_in_the_table_on_the_host",
+        CHECK,
+        "plan changed metadata.host.block_table; other layers and later steps read it: work on a copy",
+        _plan(CLEARS_ON_THE_HOST),
+    ),
+    Fault(
+        "plans_in_the_table_of_a_builder",
+        "test_steps_of_a_builder_that_uses_its_metadata_again",
+        "plan changed metadata.host.block_table; other layers and later steps read it",
+        _plan("if metadata.builder is None:\n    return" + CLEARS_ON_THE_HOST),
+    ),
     Fault("moves_positions", CHECK, "forward changed metadata", _after("metadata.positions.sub_(1)")),
     Fault(
         "sorts_slots",

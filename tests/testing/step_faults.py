@@ -165,7 +165,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "reads_padded_rows",
         "test_a_graph_batch_of_the_persistent_builder",
-        "",
+        "; it is right without the rows of padding, whose slots are -1",
         forward(
             """
 if len(np.unique(metadata.host.query_start_loc)) < len(metadata.host.query_start_loc):

@@ -121,6 +121,21 @@ def test_the_sound_backend_passes_every_test(plant):
     assert states["graph padding"] == states["list builder"] == states["NaN canary"] == "supported"
 
 
+def test_a_plan_that_is_kept_with_the_step_is_found_where_sizes_are_captured(plant):
+    """As docs/contract.md has it, with each builder; the layers of a stand-in graph get the metadata of the capture."""
+    code = """
+def plan_layers(self, metadata, key):
+    metadata.kept["lens"] = np.array(metadata.host.seq_lens)
+Backend.plan_layers = plan_layers
+"""
+    read = 'return whole(query, key, value, kv_cache, changed(metadata, seq_lens=metadata.kept["lens"]), output)'
+    plant("keeping", code + forward(read))
+    code, report = run("keeping", "test_captured_sizes_over or test_captured_sizes_of_its", "CAPTURED_STEPS = 30\n")
+    assert (code, report.failures) == (0, [])
+    states = {row["capability"]: row["state"] for row in report.rows()}
+    assert states == {"captured sizes": "supported", "captured sizes of the list builder": "supported"}
+
+
 def test_where_plain_steps_are_wrong_the_rest_is_not_run(plant):
     """The first failure is the plainest one, and what says something of its own is said all the same."""
     wrong = "return whole(query, key, value, kv_cache, metadata, output).mul_(1.5)"
@@ -154,9 +169,11 @@ Impl.forward = forward
     plant("modern", code)
     exit_code, report = run("modern", "list_builder and not graph and not cross and not without_writing")
     assert exit_code == 0
-    (row,) = report.rows()
-    assert (row["capability"], row["state"]) == ("list builder", "unsupported")
-    assert "persistent builder only" in row["reason"]
+    rows = {row["capability"]: row for row in report.rows()}
+    assert rows.keys() == {"list builder", "list builder for the backend", "captured sizes of the list builder"}
+    for row in rows.values():
+        assert row["state"] == "unsupported"
+        assert "persistent builder only" in row["reason"]
 
 
 def test_what_is_not_declared_is_unsupported_with_the_specs_own_reason(plant):

@@ -31,10 +31,10 @@ def advance_step(
     """Moves a step of decodes that CommonMetadataBuilder built on by one sampled token each, in place.
 
     Afterwards every field, on the host and on the device, is what a build of the longer sequences would give; views and
-    plans are renewed. Arrays keep their addresses, except ``paged_kv_indices`` and a ``block_table`` whose shape
-    changes (that of a step padded for a graph does not). ``sampled_token_ids``, n integers in an array or tensor, are
-    written to the first n of ``input_tokens`` int[num_reqs], and 0 to those of padded requests. ``num_queries``, where
-    given, must be n, the number of decodes without padding.
+    plans are renewed, and ``metadata.step`` is a new number. Arrays keep their addresses, except ``paged_kv_indices``
+    and a ``block_table`` whose shape changes (that of a step padded for a graph does not). ``sampled_token_ids``, n
+    integers in an array or tensor, are written to the first n of ``input_tokens`` int[num_reqs], and 0 to those of
+    padded requests. ``num_queries``, where given, must be n, the number of decodes without padding.
 
     With ``turn_prefills_into_decodes`` the step may have prompts, of which each sampled a token: from then on every row
     is a decode of one token, in the same order. The arrays of that step are new ones, the metadata is the same object.
@@ -76,6 +76,7 @@ def _advance(
         if tokens is not None:
             input_tokens[:n] = tokens
             input_tokens[n : metadata.num_reqs] = 0
+        settings.last_step = metadata.step
         del vars(metadata)["_unfinished"]
     except BaseException:
         settle(metadata)
@@ -100,6 +101,7 @@ def _turn(
         settings.plan(metadata)
     if tokens is not None:
         input_tokens[:n] = tokens
+    settings.last_step = longer["step"]
 
 
 def _turn_back(metadata: CommonAttentionMetadata, before: dict[str, Any], input_tokens: Any, old_tokens: Any) -> None:

@@ -55,6 +55,7 @@ def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSett
             _add_pages(host, settings, rows, ids)
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
+    metadata.step = settings.last_step + 1
     vars(metadata)["_table_lens"] = step.table_lens
     unwindowed = settings.block_size if step.seq_lens is None and not len(changed.rows) else None
     _update_views(metadata, table_changed=len(changed.rows) > 0, advanced=unwindowed, pages_changed=len(rows) > 0)
@@ -155,7 +156,7 @@ def before_advance(metadata: CommonAttentionMetadata, step: Next, tokens: Any) -
     own = own_arrays(metadata.host)
     arrays = [array for name in _WRITTEN if (array := getattr(own, name, None)) is not None]
     rows = step.table.rows
-    attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced", "step")}
     attributes["_table_lens"] = vars(metadata).get("_table_lens")
     kept = None
     if tokens is not None:

@@ -132,7 +132,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries, turn_prefills_into_decodes)
 
     def build_unplanned(self, groups: list[SequenceGroup]) -> CommonAttentionMetadata:
-        """``build`` without a plan and a graph, for a caller that is inside the builder."""
+        """``build`` without a plan and a graph, for a caller that is inside the builder, and says when it happened."""
         return self._build_step(groups, -1, _new_arrays, planned=False)
 
     def _build(
@@ -171,7 +171,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         sizes = reader.num_seqs, num_reqs, num_tokens, width, num_pages
         maps = self._placeholder_maps(groups, pad, sizes) if reader.placeholder_group >= 0 else None
-        host = allocate(*sizes)
+        host, step = allocate(*sizes), self.last_step + 1
         self._fill(pad, vars(host._arrays))
         metadata = self.metadata_class(
             host,
@@ -189,6 +189,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
+            step=step,
             source=_new_source(Source, (self, groups, reader.num_ids, host)),
         )
         if self._encoder_decoder:
@@ -197,8 +198,10 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             vars(metadata).update(counts)
         if maps is not None:
             vars(metadata)["_placeholder_maps"] = maps
-        if planned and self.plan is not None:
-            self.plan(metadata)
+        if planned:
+            if self.plan is not None:
+                self.plan(metadata)
+            self.last_step = step
         return metadata
 
     def _measure(self, groups: Any) -> _Measures:

@@ -122,10 +122,11 @@ class CommonAttentionState(FirstGenerationStateNames):
             if self.backend is not None:
                 self.backend.prepare_capture(metadata, builder)
         steps.prepared = NOTHING
-        set_host(metadata, steps.buffers.write_empty(batch_size))
+        set_host(metadata, steps.buffers.write_empty(batch_size), builder.last_step + 1)
         if self.backend is not None and self.backend.has_plan:
             self.backend.plan(metadata)
         steps.metadata[batch_size] = metadata
+        builder.last_step = metadata.step
         return metadata
 
     def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
@@ -172,7 +173,9 @@ class CommonAttentionState(FirstGenerationStateNames):
             if captured is not metadata:
                 copies = steps.buffers.copies(step, bucket)
                 steps.prepared = NOTHING
-                set_host(captured, steps.buffers.write(step, bucket, copies))
+                set_host(captured, steps.buffers.write(step, bucket, copies), metadata.step)
+                if "_kept" in vars(metadata):  # the plan of the step
+                    vars(captured)["_kept"] = metadata.kept
             steps.prepared = metadata, metadata.advanced
         return captured
 
@@ -204,7 +207,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
         metadata = builder._build(groups, cuda_graph_pad_size, allocate)
-        set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts))
+        set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts), metadata.step)
         metadata.source = None
         steps.prepared = metadata, 0
         return metadata

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 NOTHING: tuple[Any, int] = (None, 0)
 
 
-def set_host(metadata: CommonAttentionMetadata, host: HostArrays) -> None:
-    """Gives a captured size's metadata the host arrays of another step; what was made of the last one's is dropped."""
+def set_host(metadata: CommonAttentionMetadata, host: HostArrays, step: int) -> None:
+    """Gives a captured size's metadata the host arrays and the number of another step; what was made of the last one's
+    arrays is dropped."""
     held = vars(metadata)
     for name in OF_ARRAYS:
         if name in held:  # most steps: none
             del held[name]
-    held["host"] = host
+    held.update(host=host, step=step)
 
 
 class CapturedStepMetadata(Reused, CommonAttentionMetadata):

@@ -65,6 +65,8 @@ class ListSettings:
         if backend is not None:
             check_backend(backend)
         self._backend = backend
+        self.last_step = -1
+        """The number of the last step that was built or advanced; one that did not happen has none."""
         self.wrap = read_only if backend is None else backend.from_host
         self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
 

@@ -12,10 +12,12 @@ from attncore.builder.fields import Field
 from attncore.builder.metadata import Wrap
 from attncore.builder.persistent.state_step import StateStep
 from attncore.builder.persistent.step_metadata import (
+    CrossStepAtCapture,
     CrossStepMetadata,
     HostCrossStepMetadata,
     HostStepMetadata,
     Owner,
+    StepAtCapture,
     StepMetadata,
 )
 from attncore.builder.read_only import read_only
@@ -32,12 +34,16 @@ _CLASSES = {
 }
 """The class of metadata, by whether the group is a cross group and whether its fields are those of the host."""
 
+CLASSES_AT_CAPTURE = {(False, False): StepAtCapture, (True, False): CrossStepAtCapture}
+"""The same of what a stand-in graph on the CPU was captured over."""
+
 _LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 
 
 def step_metadata(
     arena: Any, views: Views, core: BatchCore, wraps: Mapping[str, Wrap], owner: Owner, extra: Mapping[str, Field],
     device: Views | None = None, side: CopyTransport | None = None, *, padded: bool = False,
+    classes: Mapping[tuple[bool, bool], type[StepMetadata]] = _CLASSES,
 ) -> StepMetadata:  # fmt: skip
     """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` are the backends' wraps by group name.
 
@@ -60,7 +66,7 @@ def step_metadata(
             buffer = partial(side.page_buffer, index)
             if core.cross is not None:
                 on_device["cross_block_table"] = side.tables.tensors[-1]
-        metadata_class = _CLASSES[group.cross, wrap is read_only and on_device is None]
+        metadata_class = classes[group.cross, wrap is read_only and on_device is None]
         groups[group.name] = metadata_class(
             arena,
             group.name,

@@ -233,6 +233,19 @@ for _class in (HostStepMetadata, HostCrossStepMetadata):
         setattr(_class, _name, _of_host(_name))
 
 
+class StepAtCapture(StepMetadata):
+    """What a stand-in graph on the CPU was captured over: the plan is that of the step for which it is replayed."""
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        found: dict[Any, Any] | None = self._arena.kept(self.group)
+        return super().kept if found is None else found
+
+
+class CrossStepAtCapture(StepAtCapture, CrossStepMetadata):
+    """The same as its cross-attention layers see it."""
+
+
 class Owner(Protocol):
     """What metadata asks of the assembly that it belongs to."""
 

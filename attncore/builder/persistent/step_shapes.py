@@ -13,7 +13,7 @@ from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
 from attncore.builder.persistent.columns import Column, fill_from
 from attncore.builder.persistent.group_backends import Backends
-from attncore.builder.persistent.new_step_metadata import step_metadata
+from attncore.builder.persistent.new_step_metadata import CLASSES_AT_CAPTURE, step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
 from attncore.errors import CaptureError
 from attncore.show import counted
@@ -40,9 +40,9 @@ class _CapturedArena:
     the arrays are those of every later step.
     """
 
-    def __init__(self, arena: Any, state: Any, owner: Owner) -> None:
+    def __init__(self, arena: Any, shape: Any, state: Any, owner: Owner) -> None:
         self.__dict__.update({name: getattr(arena, name) for name in _KEPT_BY_CAPTURE})
-        self.original, self._state, self._owner = arena, state, owner
+        self.original, self._shape, self._state, self._owner = arena, shape, state, owner
 
     @property
     def step(self) -> int:
@@ -51,6 +51,14 @@ class _CapturedArena:
     @property
     def changes(self) -> int:
         return int(self._state.changes)
+
+    def kept(self, group: str) -> dict[Any, Any] | None:
+        """What the plan of the last step keeps for the layers of a group; None where that step is of another size."""
+        for arena, metadata in zip(self._shape.arenas, self._shape.metadata, strict=True):
+            if arena.step == self.step:
+                found: dict[Any, Any] = metadata.groups[group].kept
+                return found
+        return None
 
 
 class StepShapes:
@@ -170,17 +178,19 @@ class StepShapes:
     def at_capture(self, metadata: StepMetadata) -> StepMetadata:
         """A captured size's ``metadata`` for a stand-in graph on the CPU: it keeps the counts of the capture.
 
-        Its ``host`` arrays, too, are the fixed ones that every later step is copied to, and not those of an arena.
+        Its ``host`` arrays, too, are the fixed ones that every later step is copied to, and not those of an arena, and
+        ``kept`` is that of the step, with its plan.
         """
-        capacity, side = self.of(metadata).capacity, self._side
+        shape, side = self.of(metadata), self._side
+        capacity = shape.capacity
         device: Any = side.views(capacity) if side is not None else self._ring.fixed_views(capacity)
         fields, *groups = (
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
         )
-        arena = _CapturedArena(metadata._arena, self._core.state, self._owner)
+        arena = _CapturedArena(metadata._arena, shape, self._core.state, self._owner)
         kept = self._at_capture[metadata.num_reqs] = step_metadata(
             arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
-            padded=True,
+            padded=True, classes=CLASSES_AT_CAPTURE,
         )  # fmt: skip
         return kept
 

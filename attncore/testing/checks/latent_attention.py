@@ -13,8 +13,11 @@ from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.captured_long_engine import CapturedLongEngine
 from attncore.testing.engines.engine import FP8, Engine
+from attncore.testing.engines.held_numbers import check_held_numbers
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
+    run_batch,
+    run_decodes_alone,
     run_drawn_batches,
     run_with_a_copied_block,
 )
@@ -166,7 +169,10 @@ def test_latent_caches_in_fp8(attncore_subject: Subject, kind: str) -> None:
         backend = subject.backend(use_mla=True, kv_cache_dtype=dtype)
         scale = 4.0 if kind == "number" else torch.tensor([4.0])
         given = {"k_scale": scale, "v_scale": scale, "scale": backend.config.head_size**-0.5 / 4}
-        run_around_a_block(subject, backend, **given)
+        engine = Engine(backend, **given)
+        run_batch(engine, subject.around_a_block(backend.config.block_size))
+        run_decodes_alone(engine)
+        check_held_numbers(engine)
 
 
 @covers("value head size")

@@ -19,7 +19,7 @@ from attncore.testing.engines.run_batches import run_around_a_block, run_batch, 
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
-from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
 
@@ -153,7 +153,15 @@ def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: 
         ("slots of -1 were left out and their keys not: those behind them are in each other's slots", misaligned),
         (f"rank {rank} read as many keys as rank {1 - rank} keeps", as_the_other),
     ]
-    answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+    try:
+        answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+    except ConformanceError:
+        raise
+    except Exception as error:
+        raise ConformanceError(
+            f"rank {rank} of 2, in a step whose seq_lens are {metadata.host.seq_lens.tolist()}: {told(error)}; a rank "
+            "may keep no key of a request (the output is 0, the logarithm infinite), or not the newest one (slot -1)"
+        ) from error
     engine.compare(answer, expected, requests, tensors[0])
 
 

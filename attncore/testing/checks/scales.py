@@ -11,7 +11,8 @@ from attncore.abstract import AttentionBackend
 from attncore.abstract.scales import HEADROOM
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.run_batches import run_around_a_block, run_batch
+from attncore.testing.engines.held_numbers import check_held_numbers
+from attncore.testing.engines.run_batches import run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -27,7 +28,8 @@ __all__ = [
 LARGE = 1024.0
 """Without it keys or values are beyond what e4m3 holds: a small scale, ignored both ways, would not show."""
 OF_HEADS = {"k_scale": (1024.0, 256.0), "v_scale": (512.0, 2048.0)}
-"""Of the two key/value heads of a request: another head's, and the other tensor's, are wrong by factors."""
+"""Of the two key/value heads of a request: another head's, and the other tensor's, are wrong by factors. Where a layer
+writes and reads by them, what the cache holds shows it."""
 
 
 def _backend(subject: Subject, feature: str, **changes: Any) -> AttentionBackend:
@@ -44,12 +46,20 @@ def _features(backend: AttentionBackend, **scales: Any) -> dict[str, Any]:
     return {"scale": backend.config.head_size**-0.5 / largest, **scales}
 
 
+def _run(subject: Subject, backend: AttentionBackend, **scales: Any) -> None:
+    """Requests at the edges of blocks, of a layer with these scales; and what its cache holds."""
+    engine = Engine(backend, **_features(backend, **scales))
+    run_batch(engine, subject.around_a_block(backend.config.block_size))
+    run_decodes_alone(engine)
+    check_held_numbers(engine)
+
+
 @covers("kv_scales")
 @pytest.mark.parametrize("argument", ["k_scale", "v_scale"])
 def test_scales_of_an_fp8_cache(attncore_subject: Subject, argument: str) -> None:
     """``k_scale`` and ``v_scale`` multiply what an fp8 cache holds."""
     backend = _backend(attncore_subject, "kv_scales")
-    run_around_a_block(attncore_subject, backend, **_features(backend, **{argument: LARGE}))
+    _run(attncore_subject, backend, **{argument: LARGE})
 
 
 @covers("kv_scales_on_device")
@@ -57,7 +67,7 @@ def test_scales_of_an_fp8_cache(attncore_subject: Subject, argument: str) -> Non
 def test_scales_on_the_device(attncore_subject: Subject, argument: str) -> None:
     """The same as tensors of one element, beside a number."""
     backend = _backend(attncore_subject, "kv_scales_on_device")
-    run_around_a_block(attncore_subject, backend, **_features(backend, **{argument: torch.tensor(LARGE)}))
+    _run(attncore_subject, backend, **{argument: torch.tensor(LARGE)})
 
 
 @covers("kv_scales_per_head")
@@ -65,7 +75,7 @@ def test_scales_of_each_head(attncore_subject: Subject) -> None:
     """A scale for each key/value head, others for keys than for values."""
     backend = _backend(attncore_subject, "kv_scales_per_head")
     scales = {name: _of_heads(backend, numbers) for name, numbers in OF_HEADS.items()}
-    run_around_a_block(attncore_subject, backend, **_features(backend, **scales))
+    _run(attncore_subject, backend, **scales)
 
 
 @pytest.mark.parametrize("kind", ["numbers", "on_device", "per_head"])
@@ -85,6 +95,7 @@ def test_scales_set_after_the_layer_is_made(attncore_subject: Subject, kind: str
         engine.features.update(wanted)
         engine.earlier_scales = {"k_scale": 1.0, "v_scale": 1.0, **before}
         run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+        check_held_numbers(engine)
 
 
 @covers("kv_scales_on_device")
@@ -123,6 +134,7 @@ def test_captured_sizes_see_scales_that_are_set(attncore_subject: Subject) -> No
     wanted = {"k_scale": torch.tensor(LARGE), "v_scale": torch.tensor(LARGE / 2)}
     engine.impl.set_scales(**wanted)
     engine.features.update(wanted)
+    engine.earlier_scales = before
     for _ in range(8):
         engine.change()
         engine.replayed()

@@ -60,9 +60,17 @@ class CapturedEngine(Engine):
         launch(self._layer, size, metadata)  # a warm-up, over an empty step
         graph = new_graph(self.config.device)
         with capturing(graph):
-            metadata.record()
+            self._record(metadata)
             output: Tensor = launch(self._layer, size, metadata)
         return graph, output
+
+    def _record(self, metadata: Any) -> None:
+        """Called inside a capture, before the layer."""
+        metadata.record()
+
+    def _replay(self, metadata: Any, graph: Graph) -> None:
+        """Replay ``graph`` for a step that was built for its size."""
+        metadata.replay(graph)
 
     def _layer(self, size: int, metadata: CommonAttentionMetadata) -> Tensor:
         try:
@@ -103,7 +111,7 @@ class CapturedEngine(Engine):
         if draw() < 0.1:
             size = int(self.random.choice(self.sizes))
             before = self.cache_view.snapshot()
-            self.builder.build_empty(size).replay(self.graphs[size][0])
+            self._replay(self.builder.build_empty(size), self.graphs[size][0])
             compare_cache(self.cache_view, before, np.empty(0, np.int64), masked=True)
 
     def _is_full(self, name: Any) -> bool:
@@ -131,7 +139,7 @@ class CapturedEngine(Engine):
         self.fill_padding([held[: size * self.tokens_each] for held in self.inputs], count)
         metadata = self.builder.build(self.scheduled(dict.fromkeys(chosen, self.tokens_each)), bucket=size)
         graph, output = self.graphs[size]
-        metadata.replay(graph)
+        self._replay(metadata, graph)
         answer = output[:count].cpu()
         self.check_cache(before, metadata.host.slot_mapping[:count])
         requests = [StepRequest(name, self.tokens_each, self.context(name)) for name in metadata.req_ids]

@@ -59,7 +59,7 @@ class CapturedReadingEngine(CapturedEngine):
         self._launch(size, write)  # a warm-up, over an empty step
         self._launch(size, attend)
         with capturing(writing):
-            metadata.record()
+            self._record(metadata)
             self._launch(size, write)
         with capturing(attending):
             output: Tensor = self._launch(size, attend)

@@ -93,6 +93,7 @@ class Engine(Requests):
         self.cache_dtype = FP8.get(config.kv_cache_dtype, torch.float32)
         self.earlier_scales: Mapping[str, Any] = {}  # where set_scales was called
         self.suspects: list[tuple[str, Mapping[Hashable, History]]] = []  # what likely_cause tries: words, keys
+        self.unpadded: CommonAttentionMetadata | None = None  # the step that runs without its rows of padding
 
     # Steps.
 
@@ -122,6 +123,7 @@ class Engine(Requests):
         given: CommonAttentionMetadata = step
         if pad_reqs or pad_tokens:
             given = padded(step, step.num_reqs + pad_reqs, step.num_tokens + pad_tokens, pad_seq_len)
+        self.unpadded = None if given is step else step
         return self.run_step(planned(self.backend, given), requests, extra=extra)
 
     def list_step(
@@ -155,6 +157,7 @@ class Engine(Requests):
                 groups.append(SequenceGroup(is_prompt, [sequence], is_prompt and hit))
                 requests.append(StepRequest(name, count, context))
         metadata = planned(self.backend, builder.build(groups, pad))
+        self.unpadded = builder.build(groups) if pad > 0 else None
         return self.run_step(metadata, requests, profiling=profiling)
 
     def run_step(
@@ -188,6 +191,19 @@ class Engine(Requests):
         except Exception:
             return ""
         return "; it is right when forward is called again: something of an earlier step or call was kept"
+
+    def _when_unpadded(
+        self, tensors: tuple[Tensor, Tensor, Tensor], expected: list[tuple[Tensor, Tensor]],
+        requests: list[StepRequest],
+    ) -> str:  # fmt: skip
+        if self.unpadded is None:
+            return ""
+        try:
+            answer = self.forward(self.on_device(tensors), planned(self.backend, self.unpadded))
+            self._compare(answer.cpu(), expected, requests)
+        except Exception:
+            return ""
+        return "; it is right without the rows of padding, whose slots are -1: they must not change rows of requests"
 
     def expected(
         self, tensors: tuple[Tensor, Tensor, Tensor], requests: Iterable[StepRequest]
@@ -249,7 +265,10 @@ class Engine(Requests):
             lse = None if self.lse is None else self.lse.cpu()
             cause = likely_cause(self, query, answer, lse, expected, requests)
             if not cause and step is not None:
-                cause = self._when_repeated(step, expected, requests) or (OF_GROUPS if step[1].from_groups else "")
+                cause = self._when_repeated(step, expected, requests) or self._when_unpadded(
+                    step[0], expected, requests
+                )
+                cause = cause or (OF_GROUPS if step[1].from_groups else "")
             raise ConformanceError(f"{error}{cause}", error.max_error) from None
 
     def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]) -> None:

@@ -113,8 +113,8 @@ def _mistakes(
         if theirs["scale"] != engine.features["scale"]:
             yield f"the scale were that of {words}, {theirs['scale']:g}", dense(scale=theirs["scale"])
         yield f"its features were those of {words}", dense(**theirs)
-    if engine.earlier_scales:
-        yield from _scales(engine, len(query), keys, values, dense)
+    for words, scales in _other_scales(engine):
+        yield from _scales(engine, scales, words, len(query), keys, values, dense)
     yield from _features(engine, dense)
     yield from _heads(query.shape[1], keys, values, dense)
     if keys.shape == values.shape:
@@ -150,13 +150,28 @@ def _features(engine: Layer, dense: Any) -> Iterator[Mistake]:
             yield f"the layer had no {name}", dense(**{name: None})
 
 
-def _scales(engine: Layer, fresh: int, keys: Tensor, values: Tensor, dense: Any) -> Iterator[Mistake]:
-    """What reads a cache, what writes it, or both, with the scales of before ``set_scales``. The ``fresh`` last keys,
-    of the step, may be read where they are given."""
+def _other_scales(engine: Layer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Scales of the cache that a layer with scales may have taken for its own."""
+    if engine.earlier_scales:
+        yield "those before set_scales", engine.earlier_scales
+    own = {name: torch.as_tensor(engine.features.get(name, 1.0)) for name in ("k_scale", "v_scale")}
+    if all(bool((scale == 1).all()) for scale in own.values()):
+        return
+    yield "1", {}
+    yield "exchanged", {"k_scale": own["v_scale"], "v_scale": own["k_scale"]}
+    if any(scale.numel() > 1 for scale in own.values()):
+        yield "those of head 0", {name: scale.flatten()[:1] for name, scale in own.items()}
+
+
+def _scales(
+    engine: Layer, scales: Mapping[str, Any], which: str, fresh: int, keys: Tensor, values: Tensor, dense: Any
+) -> Iterator[Mistake]:
+    """What reads a cache, what writes it, or both, with other ``scales``. The ``fresh`` last keys, of the step, may be
+    read where they are given."""
     largest = torch.finfo(engine.cache_dtype).max
     read_old, write_old, all_old = [], [], []
     for name, numbers in (("k_scale", keys), ("v_scale", values)):
-        new, old = (scale_of(given, name) for given in (engine.features, engine.earlier_scales))
+        new, old = (scale_of(given, name) for given in (engine.features, scales))
         read_old.append(numbers / new * old)
         all_old.append((numbers / old).clamp(-largest, largest) * old)
         write_old.append((numbers / old).clamp(-largest, largest) * new)
@@ -164,7 +179,7 @@ def _scales(engine: Layer, fresh: int, keys: Tensor, values: Tensor, dense: Any)
         for of_keys, of_values in ((k, v), (k, values), (keys, v)):
             mixed = [torch.cat((old[:-fresh], new[-fresh:])) for old, new in ((of_keys, keys), (of_values, values))]
             for changed in ((of_keys, of_values), mixed):
-                yield f"the scales were those before set_scales, by which the cache is {words}", dense(*changed)
+                yield f"the scales were {which}, by which the cache is {words}", dense(*changed)
 
 
 def _heads(heads: int, keys: Tensor, values: Tensor, dense: Any) -> Iterator[Mistake]:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
-from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -68,6 +69,17 @@ def run_drawn_batches(subject: Subject, backend: AttentionBackend, examples: int
     explore(check, examples, batch=drawn, seed=st.integers(0, 999))
 
 
+def _check_copy(engine: Engine, old: int, new: int) -> None:
+    """ConformanceError where the block ``new`` does not hold what ``old`` does, as far as views show it."""
+    try:
+        views = engine.backend.kv_cache_views(engine.kv_cache)
+    except ValueError:  # a cache without views: what a request reads of it tells
+        return
+    for name, view in zip(("keys", "values"), views, strict=True):
+        if differs(view[new].float().cpu(), view[old].float().cpu()):
+            raise ConformanceError(f"copy_blocks left other {name} in block {new} than block {old} has, its source")
+
+
 def run_with_a_copied_block(backend: AttentionBackend, **given: Any) -> None:
     """A request of an Engine made with ``given``, whose first block was copied and replaced by the copy, decodes on."""
     engine = Engine(backend, **given)
@@ -75,5 +87,6 @@ def run_with_a_copied_block(backend: AttentionBackend, **given: Any) -> None:
     engine.fill({"a": engine.block_size + 1})
     old, new = engine.batch.block_ids("a")[0], engine.free.pop()
     backend.copy_blocks([engine.kv_cache], np.array([(old, new)]))
+    _check_copy(engine, old, new)
     engine.replace_block("a", 0, new)
     engine.step({"a": 1})

@@ -112,8 +112,9 @@ def _guarded(method: Callable[..., Any], spec: SpecFacts) -> Callable[..., Any]:
 def _of_a_builder(who: str, given: tuple[Any, ...]) -> MetadataSnapshot | None:
     """What the host has of a step that a builder plans itself, and that nothing else compares before and after."""
     step = given[0] if who == "plan" and given else None
-    has_builder = isinstance(step, CommonAttentionMetadata) and step.builder is not None
-    return MetadataSnapshot(step, sent=False) if step is not None and has_builder else None
+    if not isinstance(step, CommonAttentionMetadata) or (step.builder is None and step.source is None):
+        return None
+    return MetadataSnapshot(step, sent=False)
 
 
 def _finding(undeclared: list[_Undeclared], who: str) -> ConformanceError:

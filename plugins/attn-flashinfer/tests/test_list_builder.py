@@ -14,6 +14,7 @@ from attncore.builder import (
     SequenceGroup,
 )
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.own_list_builder import CapturedListEngine, ListBuilderEngine
 
 
 def test_steps_of_the_list_builder() -> None:
@@ -24,6 +25,25 @@ def test_steps_of_the_list_builder() -> None:
     engine.list_step({"p": 5}, {"d": 1, "e": 1}, hit=True)
     engine.list_step({}, {"p": 3, "d": 3})  # decodes of several tokens: no page lists
     engine.list_step({}, {"d": 1}, pad=2)
+
+
+@pytest.mark.parametrize("chunked_prefill", [False, True])
+def test_steps_that_its_own_list_builder_plans(chunked_prefill: bool) -> None:
+    engine = ListBuilderEngine(standin.backend(), chunked_prefill=chunked_prefill)
+    for name in "abc":
+        engine.add(name, 24)
+    engine.step({"a": 9, "b": 4})
+    engine.step({"a": 1, "b": 1, "c": 3})
+    for _ in range(5):
+        engine.advance()
+    engine.step({"b": 2 if chunked_prefill else 1, "a": 1})
+
+
+def test_captured_sizes_of_its_own_list_builder() -> None:
+    engine = CapturedListEngine(standin.backend())
+    for _ in range(8):
+        engine.change()
+        engine.replayed()
 
 
 def test_windowed_prompts_of_the_list_builder_are_refused() -> None:
