@@ -184,6 +184,9 @@ ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.internal)
 ENCODER_ARRAYS = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.ENCODER, Owner.CROSS))
 """The arrays that a step without encoder input does not have."""
 
+OPTIONAL = frozenset(name for name, field in FIELDS.items() if field.owner is Owner.TREES)
+"""The arrays that a step may lack though a backend declares that it reads them: without them nothing is special."""
+
 DERIVED = frozenset(name for name, field in FIELDS.items() if field.derive is not None)
 
 

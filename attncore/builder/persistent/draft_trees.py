@@ -168,13 +168,14 @@ class DraftTrees:
 def _slots(table: BlockTable, row: int, req_id: Hashable, tokens: _INT64) -> _INT64:
     """The slots of ``tokens``, by index in the request; ValueError where one lies in a block that was released."""
     size = table.group.tokens_per_column
-    blocks = table.array[row, tokens // size].astype(np.int64)
+    blocks: _INT64 = table.array[row, tokens // size].astype(np.int64)
     if (blocks < table.group.kernel_blocks).any():
         raise ValueError(
             f"paths: a draft of request {req_id!r} lies in a block of group {table.group.name!r} that its window has "
             "passed; keep paths before release_passed_blocks, or release with num_rollback"
         )
-    return blocks * size + tokens % size
+    slots: _INT64 = blocks * size + tokens % size
+    return slots
 
 
 def check_draft_trees(backends: Backends, settings: Settings, takes_verdicts: bool) -> None:
