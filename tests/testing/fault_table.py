@@ -22,6 +22,7 @@ from testing import (
     spec_faults,
     step_faults,
     tile_faults,
+    tree_faults,
 )
 from testing.faulty_backend import Fault
 
@@ -34,6 +35,7 @@ MODULES = {
     "Steps, padding and captured sizes": step_faults,
     "Writes to metadata": metadata_faults,
     "Encoders, cross attention and latent caches": encoder_faults,
+    "Draft trees": tree_faults,
     "Log-sum-exp and ranks": lse_faults,
     "Options": option_faults,
     "Mistakes that a hint names": cause_faults,
