@@ -288,3 +288,16 @@ def test_a_window_must_not_have_passed_what_is_kept():
     with pytest.raises(ValueError, match=r"^paths: "):
         builder.keep_paths({"a": [2]})
     assert batch.num_computed_tokens("a") == 13
+
+
+def test_steps_ahead_follow_a_tree_that_was_kept():
+    batch, builder = started(transport="copy")
+    builder.capture(2)
+    builder.build(trees={"a": TREE})
+    with pytest.raises(ValueError, match=r"^trees: request 'a' ran a tree of 6 drafts, of which its first 6 count"):
+        builder.run_ahead(2, bucket=2)
+    assert builder.keep_paths({"a": [1, 3]}).tolist() == [[15, 14], [29, 15]]
+    steps = builder.run_ahead(2, bucket=2)
+    assert not steps.first.host.tree_mask.any()
+    assert [batch.num_computed_tokens(name) for name in "ab"] == [10, 5]
+    steps.stop()
