@@ -26,13 +26,12 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     # What metadata makes of its host arrays is not made here: each field is a copy to the device.
     on_device = host if type(host) is HostArrays else metadata
     for needs, of in (("host_needs", host), ("device_needs", on_device)):
-        for name in sorted(getattr(spec, needs)):
+        needed = sorted({*getattr(spec, needs)} - OPTIONAL)
+        for name in needed:
             if (name in ENCODER_ARRAYS and not has_encoder) or (name == "slot_mapping" and crosses):
-                continue
-            if name in OPTIONAL:
                 continue
             if getattr(of, name, None) is None:
                 raise ValueError(
                     f"metadata: no field {name}, which {backend.name} reads ({needs}); a step for it must have "
-                    f"{', '.join(sorted(getattr(spec, needs)))}"
+                    f"{', '.join(needed)}"
                 )

@@ -123,10 +123,11 @@ class DraftTrees:
         if not isinstance(paths, Mapping):
             raise TypeError(f"paths: {paths!r} is not a mapping of request to accepted drafts")
         new: list[tuple[int, int]] = []
+        left = dict(self._ran)
         moves: dict[str, list[_INT64]] = {table.group.name: [] for table in core.decoders}
         for req_id, path in paths.items():
             row = core.order.row(req_id)
-            ran = self._ran.get(req_id)
+            ran = left.pop(req_id, None)
             if ran is None or self._came_later(row, ran) or core.num_computed(row) != ran.end:
                 raise ValueError(
                     f"paths: request {req_id!r} has not run a tree in its last step, or tokens of it were taken back "
@@ -142,7 +143,6 @@ class DraftTrees:
                 table.check_sees(row, req_id, computed, "paths")
                 moves[table.group.name].append(_slots(table, row, req_id, pairs))
             new.append((row, computed))
-        left = {req_id: ran for req_id, ran in self._ran.items() if req_id not in paths}
         core.undo.append((setattr, self, "_ran", self._ran))
         core.undo.extend((core.state.set_computed, row, core.num_computed(row)) for row, _ in new)
         self._ran = left

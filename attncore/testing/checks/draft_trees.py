@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -41,16 +43,17 @@ def test_draft_trees_over_random_batches(attncore_subject: Subject, attncore_exa
 
     def check(seed: int) -> None:
         random, engine = np.random.default_rng(seed), TreeEngine(backend, seed=seed)
-        contexts, trees = {}, {}
+        contexts: dict[Any, int] = {}
+        trees: dict[Any, list[int]] = {}
         for name in range(int(random.integers(1, 5))):
             contexts[name] = int(random.integers(0 if "prefill" in engine.phases else 1, 3 * engine.block_size))
             drafts = int(random.integers(0, 12))
             trees[name] = [int(random.integers(-1, draft)) if draft else -1 for draft in range(drafts)]
             engine.add(name, contexts[name] + drafts + 1)
         others = {"one": 1, "prompt": 5} if "prefill" in engine.phases else {"one": 1}
-        for name, tokens in others.items():
-            contexts[name] = 3
-            engine.add(name, 3 + tokens)
+        for other, tokens in others.items():
+            contexts[other] = 3
+            engine.add(other, 3 + tokens)
         engine.fill(contexts)
         engine.tree_step(others, trees, pad_tokens=int(random.integers(0, 2)))
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from interrupted_calls import AtOpcode
 
 from attncore.builder import (
     ContextParallel,
@@ -285,8 +286,9 @@ def test_a_window_must_not_have_passed_what_is_kept():
     batch.add_request("a", {"window": [1, 2, 3, 4]}, 3)
     builder.build(trees={"a": [-1] * 9})
     batch.release_passed_blocks(num_rollback=4)
-    with pytest.raises(ValueError, match=r"^paths: "):
-        builder.keep_paths({"a": [2]})
+    for path in ([2], [0], []):  # of which the first alone moves anything
+        with pytest.raises(ValueError, match=r"^paths: request 'a' rolled back to \d tokens would see block"):
+            builder.keep_paths({"a": path})
     assert batch.num_computed_tokens("a") == 13
 
 
@@ -297,7 +299,40 @@ def test_steps_ahead_follow_a_tree_that_was_kept():
     with pytest.raises(ValueError, match=r"^trees: request 'a' ran a tree of 6 drafts, of which its first 6 count"):
         builder.run_ahead(2, bucket=2)
     assert builder.keep_paths({"a": [1, 3]}).tolist() == [[15, 14], [29, 15]]
+    with pytest.raises(ValueError, match=r"^block_table: row 1 "):
+        builder.build({"b": 60}, trees={"a": TREE})  # a tree of which nothing is left
     steps = builder.run_ahead(2, bucket=2)
     assert not steps.first.host.tree_mask.any()
     assert [batch.num_computed_tokens(name) for name in "ab"] == [10, 5]
     steps.stop()
+
+
+@pytest.mark.parametrize("call", ["build", "keep"])
+def test_an_interrupted_call_has_happened_or_nothing_has(kernels, call):
+    """Before every so many opcodes; what follows it goes on from one of the two."""
+    count, outcomes, trees = 0, set(), {"a": TREE, "b": [-1, -1, 0]}
+    while True:
+        batch, builder = started(kernels)
+        if call == "keep":
+            builder.build(trees=trees)
+        interrupted = AtOpcode(count)
+        with interrupted:
+            if call == "build":
+                builder.build(trees=trees)
+            else:
+                builder.keep_paths({"a": [1, 3], "b": [1]})
+        outcomes.add(computed := tuple(batch.num_computed_tokens(name) for name in "ab"))
+        if computed == (5, 2):
+            builder.build(trees=trees)
+        if computed != (8, 4):
+            assert builder.keep_paths({"a": [1, 3], "b": [1]}).tolist() == [[15, 14], [29, 15], [8, 7]]
+        assert (builder.last_step, [batch.num_computed_tokens(name) for name in "ab"]) == (0, [8, 4])
+        for name in "ab":
+            with pytest.raises(ValueError, match=rf"^paths: request '{name}' has not run a tree"):
+                builder.keep_paths({name: []})
+        metadata = builder.build()
+        assert (metadata.positions.tolist(), metadata.tree_mask.tolist()) == ([8, 4], [0, 0])
+        if not interrupted.fired:
+            break
+        count += 11 if call == "build" else 3
+    assert outcomes == {(5, 2) if call == "build" else (8, 4), (12, 6)}
