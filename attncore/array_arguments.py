@@ -228,8 +228,9 @@ def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Arra
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def block_pairs(name: str, values: Any, num_source: int, num_target: int) -> Int64Array:
-    """Pairs int64[n, 2] of block ids, from a cache of ``num_source`` blocks to one of ``num_target``.
+def block_pairs(name: str, values: Any, num_source: int, num_target: int, *, one: str = "block") -> Int64Array:
+    """Pairs int64[n, 2] of block ids, from a cache of ``num_source`` blocks to one of ``num_target``; or of what else
+    ``one`` is the word for.
 
     ValueError where they are none, lie outside of these, or name a destination twice.
     """
@@ -242,9 +243,9 @@ def block_pairs(name: str, values: Any, num_source: int, num_target: int) -> Int
         wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
         if wrong.size:
             side = ("source", "destination")[column]
-            raise ValueError(f"{name}: {side} block {wrong[0]} is outside the cache's {counted(blocks, 'block')}")
+            raise ValueError(f"{name}: {side} {one} {wrong[0]} is outside the cache's {counted(blocks, one)}")
     if np.unique(pairs[:, 1]).size != len(pairs):
-        raise ValueError(f"{name}: a destination is named twice; each block can take one source only")
+        raise ValueError(f"{name}: a destination is named twice; each {one} can take one source only")
     return pairs.astype(np.int64)
 
 

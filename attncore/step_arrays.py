@@ -27,9 +27,12 @@ class StepArrays(Protocol[Int64s, Int32s]):
     slot_mapping: Int64s = DECLARED
     """int64[T]: the slot of the token's key and value, block * block_size + offset; -1: they are not written."""
     positions: Int64s = DECLARED
-    """int64[T]: the index of the token in its request."""
+    """int64[T]: the index of the token in its request; of a draft tree's, the tokens before it on its path."""
     token_to_req_indices: Int32s = DECLARED
     """int32[T]: the row of the token's request."""
+    tree_mask: Int64s = DECLARED
+    """int64[T]: bit j is set where the token sees the j-th token of its request in this step, of which it is one or
+    descends from it in a draft tree; 0 of a token in no tree, which sees all before it."""
     # one per request
     seq_lens: Int32s = DECLARED
     """int32[n]: tokens of context and query together (list builder: capped for windowed decodes)."""

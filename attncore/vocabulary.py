@@ -57,7 +57,7 @@ FEATURES: Mapping[str, str] = {
     "encoder": "attention that is not causal and writes no cache",
     "encoder_decoder": "cross attention over encoder tokens kept in the cache",
     "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
-    "tree_mask": "a mask over draft tokens that form a tree",
+    "tree_mask": "drafts that form a tree: a token sees the context, its ancestors and itself (metadata.tree_mask)",
     "strided_kv_cache": "forward takes the cache as a pair of views of any strides (the engine's own pool), too",
     "lse": "forward_with_lse returns the log-sum-exp of each row too (context parallelism, a context in chunks)",
 }

@@ -317,6 +317,28 @@ class AttentionBackend(FirstGenerationNames, ABC):
             chosen = source.index_select(axis, pairs[:, 0].to(source.device))
             target.index_copy_(axis, pairs[:, 1].to(target.device), chosen.to(target.device))
 
+    def move_slots(self, kv_caches: Sequence[Any], moves: Any) -> None:
+        """Move tokens within each layer's cache, whole or a pair: ``moves`` is (n, 2), the slots from which and to
+        which, all read before any is written. It is what ``MetadataBuilder.keep_paths`` returns, of the layers' group.
+
+        What ``kv_cache_views`` shows is moved: a class whose tensors hold more of a token overrides it. Nothing waits
+        for a device. ValueError naming the argument, before any layer's cache is written to, for a cache that cannot
+        be written to or holds more, and for pairs that are none, or lie outside the caches (unless they are on a
+        device).
+        """
+        from attncore.ops.move_slots import move_slots_of_layers
+
+        layers = []
+        for kv_cache in kv_caches:
+            layers.append(self.kv_cache_views(kv_cache))
+            held, shown = _bytes(kv_cache), _bytes(layers[-1])
+            if held > shown:
+                raise ValueError(
+                    f"kv_caches: one holds {held} bytes, of which kv_cache_views shows {shown} as keys and values; "
+                    f"override move_slots in {type(self).__name__}, which moves all that they hold of a token"
+                )
+        move_slots_of_layers(layers, moves)
+
     def _copies(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> tuple[int, list[Any], Tensor]:
         """What ``swap_blocks`` copies, checked: the axis of blocks, parts of both caches, and the pairs."""
         import torch
@@ -349,13 +371,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     def _check_nothing_beside(self, name: str, kv_cache: Any, views: tuple[Tensor, Tensor]) -> None:
         """ValueError where a cache holds more than its views, by which alone blocks would be copied."""
-        import torch
-
-        whole = isinstance(kv_cache, torch.Tensor)
-        if not whole and type(self).swap_blocks is not AttentionBackend.swap_blocks:
+        if isinstance(kv_cache, (tuple, list)) and type(self).swap_blocks is not AttentionBackend.swap_blocks:
             return  # what its tensors hold beside is copied by the class
-        parts = (kv_cache,) if whole else kv_cache
-        held, shown = (sum(part.numel() * part.element_size() for part in some) for some in (parts, views))
+        held, shown = _bytes(kv_cache), _bytes(views)
         if held > shown:
             raise ValueError(
                 f"{name}: holds {held} bytes, of which kv_cache_views shows {shown} as keys and values; blocks of it "
@@ -374,3 +392,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         config = self.config
         return self.kv_cache_shape(num_blocks, config.block_size, config.num_kv_heads, config.head_size)
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of a cache's tensor, or of its tensors."""
+    parts = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -46,6 +46,8 @@ class Owner(enum.Enum):
     """The step, where the batch has a cross group."""
     CROSS = "cross"
     """The cross group."""
+    TREES = "draft trees"
+    """The step, where the builder was made with ``draft_trees``."""
 
 
 class Pad(enum.Enum):
@@ -111,6 +113,7 @@ class Field(NamedTuple):
 _CROSS = Builders("cross group", "encoder/decoder")
 _PAGED = Builders("yes", "`flashinfer`")
 _OF_VIEWS = Builders("views", "")
+_OF_TREES = Builders("`draft_trees`", "")
 
 _FIELDS = (
     Field("slot_mapping", np.int64, Length.TOKEN, Owner.GROUP, PAD_SLOT_ID, builders=Builders("yes", "yes, padded")),
@@ -119,6 +122,7 @@ _FIELDS = (
         "token_to_req_indices", np.int32, Length.TOKEN, pad=Pad.LAST_ROW, rebase=Rebase.FIRST_ROW,
         builders=Builders("yes", "yes, padded"),
     ),
+    Field("tree_mask", np.int64, Length.TOKEN, Owner.TREES, 0, builders=_OF_TREES),
     Field(
         "seq_lens", np.int32, Length.REQUEST, pad=Pad.SEQ_LEN,
         builders=Builders("yes", "yes, padded with 1; capped for windowed decodes"),
@@ -179,6 +183,9 @@ ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.internal)
 
 ENCODER_ARRAYS = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.ENCODER, Owner.CROSS))
 """The arrays that a step without encoder input does not have."""
+
+OPTIONAL = frozenset(name for name, field in FIELDS.items() if field.owner is Owner.TREES)
+"""The arrays that a step may lack though a backend declares that it reads them: without them nothing is special."""
 
 DERIVED = frozenset(name for name, field in FIELDS.items() if field.derive is not None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attncore.builder.fields import ENCODER_ARRAYS
+from attncore.builder.fields import ENCODER_ARRAYS, OPTIONAL
 from attncore.builder.slices import HostArrays
 
 
@@ -12,7 +12,8 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     """ValueError that names a field which the backend's spec declares (``host_needs``, ``device_needs``) and
     ``metadata`` lacks; TypeError for what is no metadata.
 
-    Fields of encoders may be missing from a step without encoder tokens, ``slot_mapping`` from that of a cross group.
+    Fields of encoders may be missing from a step without encoder tokens, ``slot_mapping`` from that of a cross group,
+    ``tree_mask`` from one without draft trees.
     """
     spec = backend.spec
     if spec is None:
@@ -25,11 +26,12 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     # What metadata makes of its host arrays is not made here: each field is a copy to the device.
     on_device = host if type(host) is HostArrays else metadata
     for needs, of in (("host_needs", host), ("device_needs", on_device)):
-        for name in sorted(getattr(spec, needs)):
+        needed = sorted({*getattr(spec, needs)} - OPTIONAL)
+        for name in needed:
             if (name in ENCODER_ARRAYS and not has_encoder) or (name == "slot_mapping" and crosses):
                 continue
             if getattr(of, name, None) is None:
                 raise ValueError(
                     f"metadata: no field {name}, which {backend.name} reads ({needs}); a step for it must have "
-                    f"{', '.join(sorted(getattr(spec, needs)))}"
+                    f"{', '.join(needed)}"
                 )

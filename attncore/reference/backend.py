@@ -60,7 +60,8 @@ class ReferenceImpl(AttentionImpl):
         where that is given. ``kv_cache`` may be None in a profiling run, whose slots are all -1. What other types of
         attention and latent caches take is said in docs/contract.md.
 
-        Request i attends over its first ``seq_lens[i]`` tokens, causally. A request without context, and one whose
+        Request i attends over its first ``seq_lens[i]`` tokens, causally; where its tokens form a draft tree
+        (``tree_mask``), each over the context and its ancestors. A request without context, and one whose
         last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
         last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
 

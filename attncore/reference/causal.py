@@ -98,6 +98,8 @@ class CausalRows(NamedTuple):
     """Whether other ranks hold the rest (context parallelism): all of this rank's lie in the cache."""
     slots: NDArray[np.int64]
     """Of the step's tokens."""
+    masks: NDArray[np.int64] | None
+    """``tree_mask`` of the step's tokens; None of a step without draft trees."""
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> CausalRows:
@@ -119,7 +121,10 @@ class CausalRows(NamedTuple):
             raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
         # Without a slot for its last token a request owns no cache: a profiling run, but for one shared by ranks.
         cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
-        return cls(rows, starts, ends, lengths, cached, shared, slots)
+        masks = getattr(host, "tree_mask", None)
+        return cls(
+            rows, starts, ends, lengths, cached, shared, slots, masks if masks is not None and masks.any() else None
+        )
 
     @property
     def some_unslotted(self) -> bool:
@@ -138,9 +143,10 @@ class CausalRows(NamedTuple):
 
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every request over its context and itself: short queries together, others one by one."""
-        rows, starts, ends, lengths, cached, shared, _ = self
+        rows, starts, ends, lengths, cached, shared, _, masks = self
         counts = ends - starts
-        batched = cached & ~shared & (counts <= MAX_BATCHED_QUERY)
+        trees = np.zeros(len(rows), dtype=np.bool_) if masks is None else masks[starts] != 0
+        batched = cached & ~shared & ~trees & (counts <= MAX_BATCHED_QUERY)
         for num_queries in np.unique(counts[batched]):
             some = batched & (counts == num_queries)
             _many_requests(
@@ -158,7 +164,10 @@ class CausalRows(NamedTuple):
                 _shared_request(step, scoring, answer, int(rows[i]), tokens, int(lengths[i]), self.slots[tokens] >= 0)
             else:
                 context = int(lengths[i] - counts[i]) if cached[i] else 0
-                _one_request(step, scoring, answer, int(rows[i]), tokens, context)
+                if masks is not None and trees[i]:
+                    _tree(step, scoring, answer, int(rows[i]), tokens, context, masks[tokens])
+                else:
+                    _one_request(step, scoring, answer, int(rows[i]), tokens, context)
 
 
 def over_keys(
@@ -207,6 +216,34 @@ def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens
         cached_key, cached_value = step.cached(row, first, context)
         key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
     over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first)
+
+
+def _tree(
+    step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, context: int, masks: NDArray[np.int64]
+) -> None:
+    """Attention of ``tokens``, a draft tree of ``masks`` that follows ``context`` cached tokens of table row ``row``.
+
+    A token sees the context and those of the tree in its mask. Positions are by depth, of which windows and slopes make
+    distances: a key of the tree is as far away as there are tokens on the path to it.
+    """
+    first, device = scoring.visible(context, context, context + 1)[0], step.query.device
+    key, value = step.fresh(tokens.start, tokens.stop)
+    if first < context:
+        cached_key, cached_value = step.cached(row, first, context)
+        key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
+    bits = np.unpackbits(masks.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    position = torch.from_numpy(context - 1 + bits.sum(axis=1, dtype=np.int64)).to(device)
+    seen = torch.from_numpy(bits[:, : len(masks)].astype(np.bool_)).to(device)
+    result, lse = attend(
+        step.query[tokens].float().unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        position.unsqueeze(0),
+        torch.cat((torch.arange(first, context, dtype=torch.int64, device=device), position)).unsqueeze(0),
+        scoring,
+        torch.cat((seen.new_ones((len(masks), context - first)), seen), dim=1).unsqueeze(0),
+    )
+    answer.put(tokens, result[0], None if lse is None else lse[0])
 
 
 def _shared_request(

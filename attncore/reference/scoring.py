@@ -45,16 +45,25 @@ class Scoring:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, query_position: Tensor, key_position: Tensor, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_position: Tensor,
+    key_position: Tensor,
+    scoring: Scoring,
+    on_path: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of ``query`` (b, q, heads, d) over ``key`` (b, k, kv heads, d) and ``value`` (b, k, kv heads, dv).
 
-    Positions are int64, (b, q) and (b, k); the rest is float32. Returns (b, q, heads, dv) and, with ``with_lse``, the
-    logarithm of the softmax's sums (b, q, heads), else None. Every query has to see at least one key.
+    Positions are int64, (b, q) and (b, k); ``on_path``, of draft trees, is bool (b, q, k) and False of keys that are
+    hidden whatever their position; the rest is float32. Returns (b, q, heads, dv) and, with ``with_lse``, the logarithm
+    of the softmax's sums (b, q, heads), else None. Every query has to see at least one key.
     """
     distance = query_position.unsqueeze(2) - key_position.unsqueeze(1)
     if scoring.causal:
         hidden = distance < 0
+        if on_path is not None:
+            hidden |= ~on_path
     else:
         distance = distance.abs()
         hidden = torch.zeros_like(distance, dtype=torch.bool)

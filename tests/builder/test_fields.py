@@ -32,7 +32,7 @@ def persistent_step(kernels, *, bucket=None):
     """A decode and a prefill over two decoder groups and an encoder; or two decodes padded to ``bucket``."""
     groups = [KVCacheGroup("full", 4), KVCacheGroup("large", 8), KVCacheGroup("cross", 4, cross=True)]
     batch = InputBatch(max_num_reqs=6, max_model_len=32, groups=groups, max_encoder_len=8, kernels=kernels)
-    builder = MetadataBuilder(batch, max_num_batched_tokens=32)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=32, decode_threshold=2, draft_trees=True)
     builder._backends.pad_seq_len = PAD_SEQ_LEN
     batch.add_request("a", {"full": [1, 2], "large": [1], "cross": [5]}, 5, encoder_seq_len=3, encoder_computed=True)
     batch.add_request("b", {"full": [3, 4], "large": [2], "cross": [6]}, 1, encoder_seq_len=4, encoder_computed=True)
@@ -83,7 +83,7 @@ def test_a_list_step_has_what_the_table_says(kernels, layout):
     for pad in (-1, 2):
         metadata = list_step(kernels, layout, pad, encoder_decoder=encoder)
         for name, field in PUBLIC.items():
-            built = {"": True, "`flashinfer`": layout == "flashinfer", "encoder/decoder": encoder}
+            built = {"": False, "`flashinfer`": layout == "flashinfer", "encoder/decoder": encoder}
             has = built.get(field.builders.lists, name not in fields.ENCODER_ARRAYS or encoder)
             assert hasattr(metadata, name) == has, name
             if not has:

@@ -15,7 +15,7 @@ from attncore.builder import (  # noqa: E402
     SequenceGroup,
     metadata_from_fields,
 )
-from attncore.builder.fields import ENCODER_ARRAYS  # noqa: E402
+from attncore.builder.fields import ENCODER_ARRAYS, OPTIONAL  # noqa: E402
 from attncore.builder.slices import HostArrays  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def sent(backend):
 
 def needs(backend):
     spec = backend.spec
-    return sorted((spec.host_needs | spec.device_needs) - ENCODER_ARRAYS)
+    return sorted((spec.host_needs | spec.device_needs) - ENCODER_ARRAYS - OPTIONAL)
 
 
 def test_a_step_with_the_declared_fields_alone_is_taken(backend, sent):
@@ -62,6 +62,13 @@ def test_a_declared_field_that_is_missing_is_named(backend, sent, name):
     with pytest.raises(ValueError, match=rf"^metadata: no field {name}, which reference reads \({where}\)"):
         metadata_from_fields(sent, backend)
     metadata_from_fields(sent)  # for no backend there is nothing to miss
+
+
+def test_a_mask_of_draft_trees_is_missed_in_no_step(backend, sent):
+    """It is declared, and a step without it has no trees."""
+    assert "tree_mask" in backend.spec.host_needs
+    assert "tree_mask" not in sent
+    backend.check_metadata(metadata_from_fields(sent, backend))
 
 
 def test_metadata_of_an_engines_own_is_checked_when_it_asks(backend, sent):

@@ -74,7 +74,7 @@ def test_json_rows_hold_every_reason(plugins, capsys):
 
 
 def test_no_usable_backend_is_3_and_still_explained(plugins, capsys):
-    code, out, _ = ask(capsys, "--assume", "cpu", "--feature", "tree_mask", "--json")
+    code, out, _ = ask(capsys, "--assume", "cpu", "--cuda-graph", "always", "--json")
     report = json.loads(out)
     assert (code, report["chosen"]) == (3, None)
     assert all(row["reasons"] for row in report["backends"])

@@ -107,8 +107,8 @@ def test_an_encoder_attends_within_each_row(kind, first):
 
 def test_what_no_backend_has_fails_at_selection_with_the_layer():
     layers = attention_layers(decoder("gpt_oss"))
-    with pytest.raises(NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*tree_mask"):
-        select_for_model(decoder("gpt_oss"), layers=layers, backend="reference", features={"tree_mask"})
+    with pytest.raises(NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*cuda_graph"):
+        select_for_model(decoder("gpt_oss"), layers=layers, backend="reference", cuda_graph="always")
     other = dataclasses.replace(layers[1], name="b", head_size=8)
     with pytest.raises(ValueError, match=r"head_size: 8 in layer b, 16 in model\.layers\.0"):
         select_for_model(decoder("gpt_oss"), layers=(layers[0], other))

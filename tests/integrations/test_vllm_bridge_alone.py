@@ -136,7 +136,7 @@ def test_scales_and_fp8_are_asked_for():
     request = model_request.request_for_layers("reference", configuration(), 16, layers)
     assert (request.kv_cache_dtype, set(request.features)) == ("fp8_e4m3", {"kv_scales"})
     assert not model_request.sentences(model_request.negotiated(request))
-    refused = dataclasses.replace(request, features={*request.features, "tree_mask"})
+    refused = dataclasses.replace(request, cuda_graph="always")
     reasons = model_request.sentences(model_request.negotiated(refused))
     assert reasons
     assert all(one.startswith("attncore: reference: ") for one in reasons)
@@ -145,7 +145,7 @@ def test_scales_and_fp8_are_asked_for():
 def test_attncores_choice_has_the_reasons_of_all():
     layers = [layer(kv_cache_dtype="fp8_e5m2")]
     request = model_request.request_for_layers(None, configuration(), 16, layers)
-    request = dataclasses.replace(request, features={"tree_mask"})
+    request = dataclasses.replace(request, cuda_graph="always")
     assert any(
         one.startswith("attncore: reference: ") for one in model_request.sentences(model_request.negotiated(request))
     )

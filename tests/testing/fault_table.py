@@ -26,6 +26,7 @@ from testing import (
     spec_faults,
     step_faults,
     tile_faults,
+    tree_faults,
 )
 from testing.faulty_backend import Fault
 
@@ -42,6 +43,7 @@ MODULES = {
     "Encoders, cross attention and latent caches": encoder_faults,
     "Latent caches alone": latent_faults,
     "Scales, and fp8 caches as bytes": scale_faults,
+    "Draft trees": tree_faults,
     "Log-sum-exp and ranks": lse_faults,
     "Options": option_faults,
     "Mistakes that a hint names": cause_faults,

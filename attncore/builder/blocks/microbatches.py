@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.builder.blocks.check_whole_requests import first_partial
+from attncore.builder.blocks.check_whole_requests import first_partial, holds_trees
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import own_array, own_arrays
@@ -151,6 +151,8 @@ def _check_cut(metadata: CommonAttentionMetadata) -> None:
         raise ValueError(
             "batch_slice: cuts a request of the list builder, whose table may be trimmed; slice by requests"
         )
+    if holds_trees(metadata):
+        raise ValueError("batch_slice: cuts a request of a step with draft trees; slice by requests")
     if _is_decoder(metadata.host) and first_partial(metadata) >= 0:
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "

@@ -182,12 +182,12 @@ class BlockTable:
             for index, block_id in enumerate(block_ids, first):
                 self.put(row, index, block_id)
 
-    def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:
+    def check_sees(self, row: int, req_id: Hashable, num_computed: int, argument: str = "num_tokens") -> None:
         """ValueError where a request rolled back to ``num_computed`` tokens would see released blocks."""
         index, per_block = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
         if index * per_block < self.num_columns(row) and self.array[row, index * per_block] < per_block:
             raise ValueError(
-                f"num_tokens: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
+                f"{argument}: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
                 f"{index} of "
                 f"group {self.group.name!r}, which its window has passed; release with num_rollback"
             )

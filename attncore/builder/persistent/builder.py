@@ -16,6 +16,7 @@ from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.assembly import Assembly
 from attncore.builder.persistent.columns import Column
+from attncore.builder.persistent.draft_trees import DraftTrees, check_draft_trees
 from attncore.builder.persistent.engine_fields import EngineFields, FillField
 from attncore.builder.persistent.group_backends import backends_of
 from attncore.builder.persistent.input_batch import InputBatch
@@ -66,6 +67,10 @@ class MetadataBuilder(RunsAhead, Uncopied):
     which the engine's sampler writes, by row of its step, how many of the tokens were rejected.
     ``build(overlapped=True)`` then takes the host's lengths as upper bounds and corrects those on the device.
 
+    With ``draft_trees`` drafts may form trees: ``build(trees=...)`` takes the parents of each request's drafts, steps
+    have ``tree_mask``, and ``keep_paths`` says what was accepted. Each backend has to have the feature ``tree_mask``;
+    not with ``num_rejected`` or ``context_parallel``.
+
     Raises ValueError or TypeError that names the argument.
     """
 
@@ -81,6 +86,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         transport: str = "auto",
         ticket: bool = False,
         num_rejected: Any = None,
+        draft_trees: bool = False,
         depth: int = 2,
     ) -> None:
         if not isinstance(batch, InputBatch):
@@ -97,6 +103,11 @@ class MetadataBuilder(RunsAhead, Uncopied):
         if num_rejected is not None:
             self._overlap = Overlap(self._backends, batch.max_num_reqs, num_rejected, context_parallel, depth)
             self._engine_fields.add(engine_field(PREVIOUS_ROWS, np.int32, Length.REQUEST), self._overlap.fill)
+        self._trees: DraftTrees | None = None
+        if arguments.flag("draft_trees", draft_trees):
+            check_draft_trees(self._backends, self._settings, num_rejected is not None)
+            self._trees = DraftTrees(self._core)
+            self._engine_fields.add(self._trees.field, self._trees.fill)
         check_states(self._core.states, self._settings, num_rejected is not None)
         for slots in self._core.states.values():
             self._engine_fields.add(slots.field, slots)
@@ -117,7 +128,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
         self._refuse_while_capturing = assembly.refuse_while_capturing
         # A step that is planned or sent takes the longer path, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields.functions) or side is not None or self._poison
-        self._sent_step = assembly.in_one_call.build if assembly.in_one_call is not None else None
+        one_call = assembly.in_one_call if self._trees is None else None  # which takes no trees
+        self._sent_step = one_call.build if one_call is not None else None
         self._sent_ahead = sent_ahead(assembly)
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
@@ -199,6 +211,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         query_len: int = 1,
         bucket: int | None = None,
         overlapped: bool = False,
+        trees: Mapping[Any, Any] | None = None,
     ) -> StepMetadata:
         """Builds the metadata of the next step and advances every request by the tokens that it runs.
 
@@ -207,10 +220,16 @@ class MetadataBuilder(RunsAhead, Uncopied):
         the replay of a graph. ``overlapped``: the last step may still run, so that lengths on the host are upper bounds
         (needs ``num_rejected``). The backend's ``plan`` runs before the metadata is returned.
 
-        Raises ValueError where a token has no block, a limit is exceeded, a request is unknown or the step does not fit
-        the bucket, and CaptureError where the bucket was not captured or a stream is capturing; nothing has changed
-        then. Where an exception from outside interrupts it (KeyboardInterrupt), the step was built or nothing has
-        changed: ``last_step`` tells which, and ``last_metadata`` is the step.
+        ``trees`` (needs ``draft_trees``) maps requests to the parents of their drafts, integers in one row: the index
+        of an earlier draft, or -1 for the root, which is the request's first token in this step. Such a request runs
+        1 + drafts tokens, at most 64, which ``scheduled`` need not say; their positions are by depth. Before it runs
+        again, ``keep_paths`` says what was accepted.
+
+        Raises ValueError where a token has no block, a limit is exceeded, a request is unknown, parents are no tree,
+        nothing was kept of a request's last tree or the step does not fit the bucket, and CaptureError where the bucket
+        was not captured or a stream is capturing; nothing has changed then. Where an exception from outside interrupts
+        it (KeyboardInterrupt), the step was built or nothing has changed: ``last_step`` tells which, and
+        ``last_metadata`` is the step.
         """
         shape = None
         one_of_each = query_len is _ONE and (
@@ -235,13 +254,35 @@ class MetadataBuilder(RunsAhead, Uncopied):
                     if metadata is not None:
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
+        if trees is not None and self._trees is None:
+            raise ValueError("trees: this builder was made without draft_trees, so drafts form chains")
         with self._core.enter():
+            if self._trees is not None:
+                scheduled = self._trees.begin(trees, scheduled, self.decode_threshold)
+                one_of_each = one_of_each and not scheduled
             if shape is None and not self._longer:
                 return self._assembly.arrange(None, scheduled, query_len)[1]
             self._refuse_while_capturing("build")
             if self._overlap is not None:
                 self._overlap.begin(overlapped, self._assembly.plans_on_host(shape))
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
+
+    def keep_paths(self, paths: Mapping[Any, Any]) -> Any:
+        """Keeps what was accepted of trees: ``paths`` maps requests that ran one in their last step to drafts.
+
+        These are indices of drafts, as ``trees`` had them, along one path from the root on; an empty row keeps the root
+        alone. The request's other drafts are taken back, as ``batch.rollback_many`` does. Returns the slots to move,
+        int64[n, 2] on the host, from and to; with KV-cache groups a dict of them by group name. Hand them to
+        ``backend.move_slots`` with the caches of all layers of the group before the next step runs: the accepted tokens
+        then lie where the tokens of a chain do. A path that was a chain's moves nothing.
+
+        Raises ValueError or TypeError, and changes nothing, where a request ran no tree in its last step or tokens of
+        it were taken back since, where the drafts are no path, and where a window has passed what is kept.
+        """
+        if self._trees is None:
+            raise ValueError("paths: this builder was made without draft_trees; batch.rollback_many takes back drafts")
+        with self._core.enter():
+            return self.batch._answer(self._trees.keep(paths))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
         """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.

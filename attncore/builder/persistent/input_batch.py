@@ -404,5 +404,5 @@ class InputBatch(KeepsColumns, Uncopied):
             return {ONLY_GROUP: block_ids}
         return ids_by_group(self._core.holders(), req_id, block_ids, all_groups=all_groups)
 
-    def _answer(self, by_group: dict[str, list[int]]) -> Any:
+    def _answer(self, by_group: Mapping[str, Any]) -> Any:
         return by_group[ONLY_GROUP] if self._one_group else by_group

@@ -49,7 +49,7 @@ class Attention:
     causal: bool = True
     fp8: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
-    """Of WINDOW, SOFT_CAP, ALIBI, SINKS, LSE."""
+    """Of WINDOW, SOFT_CAP, ALIBI, SINKS, LSE, TREE."""
 
 
 EVERYTHING = frozenset(("WINDOW", "SOFT_CAP", "ALIBI", "SINKS", "LSE"))
@@ -64,6 +64,10 @@ VARIANTS = (
         decode=True, size=256, fp8="e4m3", features=EVERYTHING, splits=8,
     ),
     Attention("decode bf16, drafts, every feature", decode=True, drafts=True, features=EVERYTHING),
+    Attention(
+        "decode fp16, draft trees, every feature",
+        decode=True, drafts=True, dtype="fp16", features=EVERYTHING | {"TREE"},
+    ),
     Attention("decode bf16, head size 256, 128 heads over 1", decode=True, size=256, heads=(128, 1)),
     Attention("decode fp32", decode=True, dtype="fp32"),
     Attention("decode fp32, every feature", decode=True, dtype="fp32", features=EVERYTHING),
@@ -154,6 +158,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "sinks_ptr": "*fp32" if "SINKS" in variant.features else None,
         "k_scale_ptr": None,
         "v_scale_ptr": None,
+        "tree_ptr": "*i64" if "TREE" in variant.features else None,
         **dict.fromkeys(("scale", "raw_scale", "v_scale", "cap"), "fp32"),
     }
     constants: dict[str, Any] = {
@@ -162,7 +167,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "TABLE": variant.table, "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
         "K_SCALES": 0, "V_SCALES": 0,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
-        **{name: name in variant.features for name in EVERYTHING},
+        **{name: name in variant.features for name in (*EVERYTHING, "TREE")},
     }  # fmt: skip
     return _source(unified_attention, signature, constants), {"num_warps": tile.warps, "num_stages": tile.stages}
 

@@ -38,7 +38,8 @@ class Keys:
 
     ``table`` int32 (sequences, width) or None, ``lengths`` int32 (sequences,): keys of each. Of the first ``raw_rows``
     sequences the last keys are those of this step, ``key`` and ``value`` (tokens, kv heads, size) from ``raw_starts``
-    int32 (sequences + 1,); where there is no table these are all.
+    int32 (sequences + 1,); where there is no table these are all. ``tree_mask`` int64 (tokens,) or None: which of its
+    sequence's tokens in this step each token sees, of a layer that is causal.
     """
 
     lengths: Tensor
@@ -50,6 +51,7 @@ class Keys:
     value: Tensor | None = None
     raw_starts: Tensor | None = None
     raw_rows: int = 0
+    tree_mask: Tensor | None = None
 
 
 class Launcher:
@@ -135,7 +137,7 @@ class Launcher:
         v_number, v_tensor, v_scales = _passed(scoring.v_scale)
         pointers = (
             query, key_cache, value_cache, keys.key, keys.value, out, lse, table, keys.lengths, starts,
-            keys.raw_starts, scoring.slopes, scoring.sinks, k_tensor, v_tensor,
+            keys.raw_starts, scoring.slopes, scoring.sinks, k_tensor, v_tensor, keys.tree_mask,
         )  # fmt: skip
         numbers = (
             scale * k_number, scale, v_number, cap, num_seqs, len(query), keys.raw_rows,
@@ -149,7 +151,7 @@ class Launcher:
             DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0, FP8=fp8,
             WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
             ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
-            K_SCALES=k_scales, V_SCALES=v_scales,
+            K_SCALES=k_scales, V_SCALES=v_scales, TREE=keys.tree_mask is not None,
             INTERPRET=self.interpreted, TAKEN=heads, SLICE=tile.slice, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

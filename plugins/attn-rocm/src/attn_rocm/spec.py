@@ -19,7 +19,7 @@ ON_NVIDIA = 30
 """Behind flash and flashinfer, which have 50 and more: their kernels are made for these GPUs."""
 FEATURES = frozenset((
     "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
-    "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
+    "encoder", "encoder_decoder", "multi_token_decode", "tree_mask", "strided_kv_cache", "lse",
 ))  # fmt: skip
 """Of the plugin's own kernels."""
 TURING = "sm_75: Triton compiles for it, without tensor cores, and no longer says that it supports it"
@@ -59,10 +59,9 @@ def make_spec() -> BackendSpec:
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
         features=FEATURES,
-        unsupported={"tree_mask": "the kernels take no mask"},
         device_needs={
             "slot_mapping", "block_table", "query_start_loc", "seq_lens", "cross_slot_mapping", "cross_block_table",
-            "encoder_seq_lens", "encoder_query_start_loc",
+            "encoder_seq_lens", "encoder_query_start_loc", "tree_mask",
         },
         cuda_graph="always",
         compiles_at_run_time=True,
@@ -178,10 +177,7 @@ def _triton(beside: dict[str, int]) -> Iterator[Variant]:
             devices={f"cuda:{device}": ON_NVIDIA for device in devices},
             dtypes=dtypes,
             kv_cache_dtypes={"auto"},
-            unsupported={
-                "tree_mask": "the kernels take no mask",
-                "kv_scales": "Triton converts to fp8 from sm_89 on",
-            },
+            unsupported={"kv_scales": "Triton converts to fp8 from sm_89 on"},
             features=FEATURES - {"kv_scales", "kv_scales_on_device", "kv_scales_per_head"},
             notes=notes,
             check=_check(name, _has_triton),

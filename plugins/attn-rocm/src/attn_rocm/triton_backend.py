@@ -121,6 +121,8 @@ class TritonImpl(RocmImpl):
         caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
+        if metadata.max_query_len > 1 and (masks := _tree_mask(metadata)) is not None:
+            return Keys(lengths, longest, *caches, table, tree_mask=masks)
         if metadata.from_groups and metadata.num_prefills:
             _check_given(key, value)
             return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
@@ -139,6 +141,15 @@ class TritonImpl(RocmImpl):
         if metadata.from_groups and key is not None:  # prompts have no row in the table
             return Keys(lengths, longest, *caches, table, key, value, starts, len(starts) - 1)
         return Keys(lengths, longest, *caches, table)
+
+
+def _tree_mask(metadata: AttentionMetadata) -> Tensor | None:
+    """The masks of draft trees, asked for once a step: where there are none, asking costs as much as a launch."""
+    kept = metadata.kept
+    if "tree_mask" not in kept:
+        kept["tree_mask"] = getattr(metadata, "tree_mask", None)
+    masks: Tensor | None = kept["tree_mask"]
+    return masks
 
 
 def _check_given(key: Any, value: Any) -> None:

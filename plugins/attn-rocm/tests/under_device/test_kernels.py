@@ -20,7 +20,9 @@ SMALL = tiles.Tile(16, 16, 4, 1)
 class Case:
     """Sequences of (keys, queries) in a shuffled cache whose unused slots are NaN."""
 
-    def __init__(self, rows, *, group=2, size=16, dtype=torch.float32, cache_dtype=None, seed=0, page=PAGE, extra=0):
+    def __init__(
+        self, rows, *, group=2, size=16, dtype=torch.float32, cache_dtype=None, seed=0, page=PAGE, extra=0, trees=None
+    ):  # fmt: skip
         random = torch.Generator().manual_seed(seed)
         self.rows, self.group, self.size, self.dtype = rows, group, size, dtype
         tokens = sum(queries for _, queries in rows)
@@ -50,6 +52,13 @@ class Case:
             starts.append(starts[-1] + queries)
         self.starts = torch.tensor(starts, dtype=torch.int32)
         self.lengths = torch.tensor([keys for keys, _ in rows], dtype=torch.int32)
+        self.paths = {row: paths(parents) for row, parents in (trees or {}).items()}
+        masks = torch.zeros(tokens + extra, dtype=torch.int64)
+        for row, of_tokens in self.paths.items():
+            for token, path in enumerate(of_tokens):
+                bits = sum(1 << one for one in path)
+                masks[starts[row] + token] = bits - (1 << 64) * (bits >> 63)
+        self.tree_mask = None if trees is None else masks
 
     def run(self, scoring, *, tile=SMALL, splits=None, raw_rows=0, decode=False, cache=True, monkeypatch=None):
         """Output and log-sum-exp on the host, from outputs that were poisoned."""
@@ -66,6 +75,8 @@ class Case:
         keys = launch.Keys(on["lengths"], max(keys for keys, _ in self.rows))
         if cache:
             keys = dataclasses.replace(keys, key_cache=on["cache"][0], value_cache=on["cache"][1], table=on["table"])
+        if self.tree_mask is not None:
+            keys = dataclasses.replace(keys, tree_mask=self.tree_mask.to(DEVICE))
         if raw_rows:
             for part in fresh:  # of the other rows they must not be read
                 part[int(self.starts[raw_rows]) :] = math.nan
@@ -80,7 +91,7 @@ class Case:
     def expected(self, scoring):
         """What dense attention gives, token by token of all rows."""
         outputs, lses, start = [], [], 0
-        for (keys, queries), said in zip(self.rows, self.keys, strict=True):
+        for row, ((keys, queries), said) in enumerate(zip(self.rows, self.keys, strict=True)):
             tokens = self.query[start : start + queries].float()
             start += queries
             if not keys:
@@ -88,12 +99,22 @@ class Case:
                 outputs.append(torch.zeros_like(tokens))
                 lses.append(torch.zeros(tokens.shape[:2]) + sinks)
                 continue
-            output, lse = dense_attention(
-                tokens, said[0].float() * scoring.k_scale, said[1].float() * scoring.v_scale, scale=scoring.scale,
-                causal=scoring.causal, sliding_window=scoring.window, logits_soft_cap=scoring.soft_cap,
-                alibi_slopes=None if scoring.slopes is None else scoring.slopes.cpu() / launch.LOG2E,
-                sinks=None if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E, return_lse=True,
-            )  # fmt: skip
+            features = {
+                "scale": scoring.scale, "causal": scoring.causal, "sliding_window": scoring.window,
+                "logits_soft_cap": scoring.soft_cap,
+                "alibi_slopes": None if scoring.slopes is None else scoring.slopes.cpu() / launch.LOG2E,
+                "sinks": None if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E, "return_lse": True,
+            }  # fmt: skip
+            key, value = said[0].float() * scoring.k_scale, said[1].float() * scoring.v_scale
+            if row in self.paths:  # each token over its path alone
+                context = list(range(keys - queries))
+                for token, path in enumerate(self.paths[row]):
+                    seen = torch.tensor([*context, *(keys - queries + one for one in path)])
+                    output, lse = dense_attention(tokens[token, None], key[seen], value[seen], **features)
+                    outputs.append(output)
+                    lses.append(lse)
+                continue
+            output, lse = dense_attention(tokens, key, value, **features)
             outputs.append(output)
             lses.append(lse)
         return torch.cat(outputs), torch.cat(lses)
@@ -105,6 +126,14 @@ class Case:
         torch.testing.assert_close(lse[: len(wanted)], wanted_lse, rtol=tolerance, atol=10 * tolerance)
         assert not output[len(wanted) :].any(), "padding gives zeros"
         assert (lse[len(wanted) :] == -math.inf).all() or scoring.sinks is not None
+
+
+def paths(parents):
+    """For each token of a draft tree, whose root is token 0, the tokens from the root to it."""
+    found = [[0]]
+    for draft, parent in enumerate(parents):
+        found.append([*found[parent + 1], draft + 1])
+    return found
 
 
 def scoring(**given):
@@ -133,6 +162,27 @@ LAYERS = {
 def test_several_tiles(layer):
     """Prompts, chunks and decodes in one launch, over more tiles than one; five tokens of padding behind them."""
     Case(MIXED, extra=5).check(scoring(**LAYERS[layer]))
+
+
+TREES = {1: [-1, 0, -1, 1, 3, 2, 4, 6, 5, 7, 9, 8, 11, 10], 2: [-1] * 8, 4: [-1, -1], 5: [*range(-1, 60), 60, 60]}
+"""By sequence: two branches that take turns, siblings, and 64 tokens of which the last two are siblings."""
+TREE_ROWS = [(37, 1), (51, 15), (34, 9), (21, 21), (16, 3), (70, 64)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_draft_trees(layer):
+    """Trees beside a decode and a prompt: tokens see their paths, and are as far apart as these are long."""
+    Case(TREE_ROWS, trees=TREES, extra=3).check(scoring(**LAYERS[layer]))
+
+
+@pytest.mark.parametrize("layer", ["plain", "all"])
+def test_draft_trees_over_split_keys(layer, monkeypatch):
+    rows, trees = [(37, 1), (90, 6), (64, 8)], {1: [-1, 0, -1, 1, 3], 2: [-1, -1, 0, 1, 2, 3, 4]}
+    Case(rows, trees=trees).check(scoring(**LAYERS[layer]), splits=4, monkeypatch=monkeypatch)
+
+
+def test_roots_alone_are_decodes():
+    Case(DECODES, trees={0: [], 2: []}).check(scoring(window=18), decode=True)
 
 
 @pytest.mark.parametrize("layer", ["plain", "window", "all"])

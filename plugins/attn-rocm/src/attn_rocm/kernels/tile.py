@@ -29,9 +29,19 @@ def stored(raw, FP8: tl.constexpr, UPCAST: tl.constexpr, like):
 
 
 @triton.jit
+def bits_set(word):
+    """How many bits of each number of 64 bits are set, as int32: pairs are added up, then fours, then bytes."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
 def attend_tile(
-    peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window,
+    peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window, tree, context,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SLICE: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax, in powers of two, over keys (D, N) and values (N, D) at positions ``key_at``.
 
@@ -40,6 +50,9 @@ def attend_tile(
 
     With ``SLICE`` the product with keys is a batch of products over ``SLICE`` numbers of a head each, which wavefronts
     share. In one product each wavefront holds whole rows, which are too many registers where heads are wide.
+
+    With ``TREE``, ``tree`` (M,) are the rows' masks, uint64: 0, or a bit for each token of the sequence in this step,
+    from key ``context`` on, that the row sees. A row with a mask is as far from a key as there are tokens on the path.
     """
     if SLICE:
         queries = query.reshape(query.shape[0], query.shape[1] // SLICE, SLICE).permute(1, 0, 2)
@@ -50,10 +63,20 @@ def attend_tile(
     if SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
         score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
     distance = query_at[:, None] - key_at[None, :]
+    if TREE:
+        drafted = key_at >= context
+        above = tree[:, None] >> tl.minimum(tl.maximum(key_at - context, 0), 63).to(tl.uint64)[None, :]
+        seen = (tree == 0)[:, None] | ~drafted[None, :] | ((above & 1) != 0)
+        if WINDOW or ALIBI:  # the context is one path; in the tree, the bits above a key's are the tokens behind it
+            depth = bits_set(tree) - 1
+            by_depth = tl.where(drafted[None, :], bits_set(above) - 1, (context + depth)[:, None] - key_at[None, :])
+            distance = tl.where((tree == 0)[:, None], distance, by_depth)
     if ALIBI:
         score -= slope[:, None] * (distance if CAUSAL else tl.abs(distance)).to(tl.float32)
     visible = key_at[None, :] < end
-    if CAUSAL:
+    if TREE:
+        visible = visible & seen & (query_at[:, None] >= key_at[None, :])
+    elif CAUSAL:
         visible = visible & (distance >= 0)
     if WINDOW:
         visible = visible & (distance < window)

@@ -13,13 +13,13 @@ from attn_rocm.kernels.tile import attend_tile, stored
 #: Numbers that change from step to step: a kernel must not be compiled again because one of them is 1, or even.
 STEP_NUMBERS = ["num_seqs", "num_tokens", "raw_rows", "window", "table_stride"]
 #: Addresses within arenas and fused tensors: nor because one of them is aligned in another way.
-STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr"]
+STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr", "tree_ptr"]
 
 
 @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
 def unified_attention(
     query_ptr, key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
-    table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, tree_ptr,
     scale, raw_scale, v_scale, cap,
     num_seqs, num_tokens, raw_rows, window, table_stride,
     query_token, query_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
@@ -28,7 +28,7 @@ def unified_attention(
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TREE: tl.constexpr,
     INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
@@ -41,6 +41,7 @@ def unified_attention(
     1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
     (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the
     cache holds is times 0, a number that ``scale`` and ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's.
+    ``TREE``: tokens have masks at ``tree_ptr``, int64, by which they see some of their sequence's tokens alone.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
@@ -83,8 +84,12 @@ def unified_attention(
     low, end = 0, length
     if CAUSAL:
         end = tl.minimum(length, position + BLOCK)
+    context = length - count  # keys of earlier steps
     if WINDOW:
         low = tl.maximum(0, position - window + 1)
+        if TREE:  # a tree's tokens stand by depth: its root's window begins first
+            in_tree = tl.load(tree_ptr + start + first, mask=is_seq, other=0) != 0
+            low = tl.where(in_tree, tl.maximum(0, context - window + 1), low)
         if not CAUSAL:
             end = tl.minimum(length, position + BLOCK + window - 1)
     if SPLITS > 1:
@@ -117,6 +122,9 @@ def unified_attention(
     if INTERPRET:  # Triton's interpreter multiplies bfloat16 wrongly
         query = query.to(tl.float32)
     query_at = position + row // TAKEN
+    tree = tl.zeros([ROWS], tl.uint64)
+    if TREE:
+        tree = tl.load(tree_ptr + at, mask=is_row & is_seq, other=0).to(tl.uint64)
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=is_row, other=0.0)
@@ -143,16 +151,16 @@ def unified_attention(
             while tile < stop:
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
-                    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE,
+                    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
                 )  # fmt: skip
                 tile += N
         else:
             for tile in tl.range(low, stop, N):
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
-                    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE,
+                    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
                 )  # fmt: skip
         if FP8 != "":
             acc = acc * v_scale
@@ -174,7 +182,8 @@ def unified_attention(
             )
             peak, total, acc = attend_tile(
                 peak, total, acc, query, stored(key, "", INTERPRET, query), stored(value, "", INTERPRET, query),
-                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE,
+                query_at, key_at, end, raw_scale, cap, slope, window, tree, context, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+                SLICE, TREE,
             )  # fmt: skip
             tile += N
 
@@ -195,9 +204,10 @@ def unified_attention(
 @triton.jit
 def _cached_tile(
     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, key_at, stop,
-    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
     PAGE: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr, SLICE: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
     is_key = key_at < stop
@@ -214,5 +224,5 @@ def _cached_tile(
         value = tl.load(values, mask=is_key[:, None] & is_d[None, :], other=zero)
     return attend_tile(
         peak, total, acc, query, stored(key, FP8, INTERPRET, query), stored(value, FP8, INTERPRET, query),
-        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE,
+        query_at, key_at, stop, scale, cap, slope, window, tree, context, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE, TREE,
     )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Draft trees on the host: parents checked, masks of ancestors and depths made of them, paths checked.
+
+A request runs its last accepted token, the root, and behind it drafts, of which each has a parent: the root (-1), or an
+earlier draft. A *token* of the request in this step is the root (0) or draft i (i + 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.array_arguments import as_array
+from attncore.show import counted
+
+MOST_TOKENS = 64
+"""Tokens of a tree, the root included: the bits of a mask."""
+
+_INT32 = npt.NDArray[np.int32]
+_INT64 = npt.NDArray[np.int64]
+
+
+def checked_parents(req_id: Hashable, parents: Any) -> _INT32:
+    """``parents`` of a request's drafts as int32[drafts].
+
+    ValueError or TypeError that names the request where they are no integers in one row, too many, or where a parent
+    is no earlier draft.
+    """
+    array = _integers(f"trees: parents of request {req_id!r}", parents)
+    if len(array) >= MOST_TOKENS:
+        raise ValueError(
+            f"trees: {counted(len(array), 'draft')} of request {req_id!r}; a tree has at most {MOST_TOKENS - 1}, for a "
+            "mask of 64 bits holds them and the root"
+        )
+    wrong = np.flatnonzero((array < -1) | (array >= np.arange(len(array))))
+    if len(wrong):
+        draft = int(wrong[0])
+        raise ValueError(
+            f"trees: draft {draft} of request {req_id!r} has parent {array[draft]}; give an earlier draft's index, or "
+            "-1 for the last accepted token"
+        )
+    return array.astype(np.int32)
+
+
+def masks_and_depths(trees: Sequence[_INT32]) -> tuple[_INT64, _INT64]:
+    """The masks and depths of all tokens of ``trees``, tree after tree, int64 each.
+
+    Bit j of a token's mask is set where token j of its tree is the token itself or an ancestor; the root's depth is 0.
+    """
+    lengths = np.array([len(parents) + 1 for parents in trees], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    own = np.arange(lengths.sum(), dtype=np.int64) - np.repeat(starts, lengths)
+    ancestor = np.repeat(starts, lengths)  # a root is its own
+    ancestor[own > 0] += np.concatenate([*trees, np.empty(0, np.int32)]) + 1
+    masks = np.left_shift(np.int64(1), own)
+    depths = np.minimum(own, 1)
+    while (own[ancestor] > 0).any():  # what is known of a token reaches twice as far each time
+        masks |= masks[ancestor]
+        depths += depths[ancestor]
+        ancestor = ancestor[ancestor]
+    return masks | 1, depths
+
+
+def checked_path(req_id: Hashable, path: Any, parents: _INT32) -> _INT64:
+    """``path``, the accepted drafts of a request from the root on, as int64[accepted].
+
+    ValueError or TypeError that names the request where they are no such drafts, or no path of the tree.
+    """
+    array = _integers(f"paths: of request {req_id!r}", path)
+    wrong = array[(array < 0) | (array >= len(parents))]
+    if len(wrong):
+        raise ValueError(
+            f"paths: draft {wrong[0]} of request {req_id!r}, whose tree has {counted(len(parents), 'draft')}"
+        )
+    before = -1
+    for draft in array.tolist():
+        if parents[draft] != before:
+            whose = f"draft {before}" if before >= 0 else "the root"
+            raise ValueError(
+                f"paths: draft {draft} of request {req_id!r} follows {whose}, but its parent is {parents[draft]}; give "
+                "the drafts of one path, from the root on"
+            )
+        before = draft
+    return array.astype(np.int64)
+
+
+def _integers(name: str, values: Any) -> npt.NDArray[Any]:
+    array = as_array(name, values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name}: {array.dtype}{list(array.shape)} found; give integers in one row")
+    return array

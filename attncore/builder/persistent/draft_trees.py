@@ -1,0 +1,198 @@
+"""Draft trees of a builder: the trees of the step that is built, those that ran, and the paths that are kept of them.
+
+A step's tokens lie at consecutive slots, in the order in which they are given, whatever the tree: siblings have slots
+of their own. What is kept of a tree is moved together afterwards, so that a cache holds contexts without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import arguments
+from attncore.builder.blocks.draft_trees import checked_parents, checked_path, masks_and_depths
+from attncore.builder.fields import FIELDS
+from attncore.builder.slices import own_array
+from attncore.kernels import codes
+from attncore.show import counted
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.batch_core import BatchCore
+    from attncore.builder.persistent.block_table import BlockTable
+    from attncore.builder.persistent.group_backends import Backends
+    from attncore.builder.persistent.settings import Settings
+    from attncore.builder.persistent.step_metadata import StepMetadata
+
+_INT64 = npt.NDArray[np.int64]
+
+
+class _Ran(NamedTuple):
+    """A tree that a step ran: its parents, the tokens that were computed before it, and when that was."""
+
+    parents: npt.NDArray[np.int32]
+    context: int
+    changes: int
+
+    @property
+    def end(self) -> int:
+        """The tokens that count as computed behind the step."""
+        return self.context + 1 + len(self.parents)
+
+
+class DraftTrees:
+    """Fills ``tree_mask``, and positions by depth; remembers trees until a path of each is kept."""
+
+    field = FIELDS["tree_mask"]
+
+    def __init__(self, core: BatchCore) -> None:
+        self._core = core
+        self._given: dict[Hashable, npt.NDArray[np.int32]] = {}
+        """Parents of the step that is being built, by request."""
+        self._ran: dict[Hashable, _Ran] = {}
+        """Trees of earlier steps, by request, until it runs again."""
+
+    def begin(self, trees: Any, scheduled: Any, most: int) -> Any:
+        """Takes the trees of the next step; returns ``scheduled`` with their tokens.
+
+        ValueError or TypeError where they are no trees of at most ``most`` tokens, or ``scheduled`` says otherwise.
+        """
+        self._core.undo.append((setattr, self, "_given", {}))
+        self._given = {}
+        if trees is None:
+            return scheduled
+        for name, given in (("trees", trees), ("scheduled", scheduled)):
+            if not isinstance(given, Mapping):
+                what = "parents" if name == "trees" else "tokens"
+                raise TypeError(f"{name}: {given!r} is not a mapping of request to {what}")
+        checked, tokens = {}, dict(scheduled)
+        for req_id, parents in trees.items():
+            if req_id not in self._core.order.row_of:
+                raise ValueError(f"trees: {req_id!r} is not in the batch")
+            checked[req_id] = checked_parents(req_id, parents)
+            count = len(checked[req_id]) + 1
+            asked = arguments.integer("scheduled", tokens.get(req_id, count), 0)
+            if asked != count:
+                raise ValueError(
+                    f"scheduled: {asked} for {req_id!r}, whose tree has {counted(count - 1, 'draft')} and its root; "
+                    f"give {count}, or leave it to the tree"
+                )
+            if count > most:
+                raise ValueError(
+                    f"trees: {counted(count, 'token')} of request {req_id!r} exceed decode_threshold {most}; make the "
+                    f"builder with decode_threshold={count}"
+                )
+            tokens[req_id] = count
+        self._given = checked
+        return tokens
+
+    def fill(self, metadata: StepMetadata, out: _INT64) -> None:
+        """Writes ``tree_mask`` int64[T], and the positions of trees by depth.
+
+        ValueError where a request of the step ran a tree before, of which what counts as computed is no chain.
+        """
+        given, ran = self._given, self._ran
+        if not given and not ran:
+            return
+        self._core.undo.append((vars(self).update, {"_given": {}, "_ran": ran}))
+        host, left = metadata.host, dict(ran)
+        rows: list[int] = []
+        contexts = host.context_lens
+        for row, req_id in enumerate(metadata.req_ids):
+            if (earlier := left.pop(req_id, None)) is not None:
+                self._check_kept(req_id, row, earlier, int(contexts[row]))
+            if req_id in given:
+                rows.append(row)
+                left[req_id] = _Ran(given[req_id], int(contexts[row]), metadata._arena.changes)
+        if rows:
+            masks, depths = masks_and_depths([given[metadata.req_ids[row]] for row in rows])
+            lengths = host.query_lens[rows].astype(np.int64)
+            first = host.query_start_loc[rows].astype(np.int64) - (np.cumsum(lengths) - lengths)
+            tokens = np.repeat(first, lengths) + np.arange(len(masks))
+            out[tokens] = masks
+            own_array(host, "positions")[tokens] = np.repeat(contexts[rows], lengths) + depths
+        self._given, self._ran = {}, left
+
+    def keep(self, paths: Any) -> dict[str, _INT64]:
+        """Keeps one path of each request's tree: takes back its other tokens, and returns by KV-cache group what is to
+        be moved, int64[n, 2]: pairs of slots, from and to. See ``MetadataBuilder.keep_paths``.
+        """
+        core = self._core
+        if not isinstance(paths, Mapping):
+            raise TypeError(f"paths: {paths!r} is not a mapping of request to accepted drafts")
+        new: list[tuple[int, int]] = []
+        left = dict(self._ran)
+        moves: dict[str, list[_INT64]] = {table.group.name: [] for table in core.decoders}
+        for req_id, path in paths.items():
+            row = core.order.row(req_id)
+            ran = left.pop(req_id, None)
+            if ran is None or self._came_later(row, ran) or core.num_computed(row) != ran.end:
+                raise ValueError(
+                    f"paths: request {req_id!r} has not run a tree in its last step, or tokens of it were taken back "
+                    "since; keep a path between that step and any other change, and take back other tokens with "
+                    "batch.rollback_many"
+                )
+            drafts = checked_path(req_id, path, ran.parents)
+            kept = 1 + np.arange(len(drafts))
+            moved = drafts + 1 != kept
+            pairs = ran.context + np.stack((drafts[moved] + 1, kept[moved]), axis=1)
+            computed = ran.context + 1 + len(drafts)
+            for table in core.decoders:
+                table.check_sees(row, req_id, computed, "paths")
+                moves[table.group.name].append(_slots(table, row, req_id, pairs))
+            new.append((row, computed))
+        core.undo.append((setattr, self, "_ran", self._ran))
+        core.undo.extend((core.state.set_computed, row, core.num_computed(row)) for row, _ in new)
+        self._ran = left
+        for row, computed in new:
+            core.state.set_computed(row, computed)
+        return {name: np.concatenate([*parts, np.empty((0, 2), np.int64)]) for name, parts in moves.items()}
+
+    def _came_later(self, row: int, ran: _Ran) -> bool:
+        """Whether the request in ``row`` is another one of the same name."""
+        return bool(self._core.added_at[self._core.lengths[codes.PLACE, row]] > ran.changes)
+
+    def _check_kept(self, req_id: Hashable, row: int, ran: _Ran, computed: int) -> None:
+        """ValueError where tokens of a tree count as computed that are no chain: later ones would see siblings."""
+        drafts = min(computed - ran.context - 1, len(ran.parents))
+        if drafts <= 0 or self._came_later(row, ran) or (ran.parents[:drafts] == np.arange(-1, drafts - 1)).all():
+            return
+        raise ValueError(
+            f"trees: request {req_id!r} ran a tree of {counted(len(ran.parents), 'draft')}, of which its first "
+            f"{drafts} count as computed and are no path; say what was accepted with builder.keep_paths first"
+        )
+
+
+def _slots(table: BlockTable, row: int, req_id: Hashable, tokens: _INT64) -> _INT64:
+    """The slots of ``tokens``, by index in the request; ValueError where one lies in a block that was released."""
+    size = table.group.tokens_per_column
+    blocks: _INT64 = table.array[row, tokens // size].astype(np.int64)
+    if (blocks < table.group.kernel_blocks).any():
+        raise ValueError(
+            f"paths: a draft of request {req_id!r} lies in a block of group {table.group.name!r} that its window has "
+            "passed; keep paths before release_passed_blocks, or release with num_rollback"
+        )
+    slots: _INT64 = blocks * size + tokens % size
+    return slots
+
+
+def check_draft_trees(backends: Backends, settings: Settings, takes_verdicts: bool) -> None:
+    """ValueError where a builder cannot run draft trees; the text says why, and what to do."""
+    if settings.decode_threshold == 1:
+        raise ValueError("draft_trees: decode_threshold 1 leaves room for no draft; give 1 + the drafts of a tree")
+    if settings.context_parallel is not None:
+        raise ValueError("draft_trees: not with context_parallel; a rank has some of a tree's keys, which no mask says")
+    if takes_verdicts:
+        raise ValueError(
+            "draft_trees: not with num_rejected; what is kept of a tree is moved before the next step, which cannot be "
+            "built without the verdicts"
+        )
+    for name, backend in backends.by_group.items():
+        if backend is not None and backend.spec is not None and "tree_mask" not in backend.spec.features:
+            why = backend.spec.unsupported.get("tree_mask", "its spec does not declare it")
+            raise ValueError(
+                f"draft_trees: backend {backend.name!r} of group {name!r} does not have the feature tree_mask ({why}); "
+                "ask for it in the request, features={'tree_mask'}, or draft chains"
+            )

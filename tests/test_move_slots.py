@@ -1,0 +1,127 @@
+"""``backend.move_slots``: tokens of a cache of any form go from slot to slot, all read before any is written."""
+
+import pytest
+import torch
+
+from attncore import BackendConfig
+from attncore.ops.move_slots import move_slots
+from attncore.reference import ReferenceBackend
+
+BLOCKS, BLOCK = 5, 4
+MOVES = [[7, 6], [9, 7], [18, 8], [6, 9]]
+"""A slot is left and filled, two change places through a third, and one move crosses blocks."""
+CONFIGS = {
+    "NHD": {},
+    "HND": {"kv_cache_layout": "HND"},
+    "short values": {"head_size_v": 4},
+    "latent": {"num_kv_heads": 1, "head_size_v": 4, "use_mla": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "bfloat16": {"kv_cache_dtype": "bfloat16"},
+}
+
+
+def made(**config):
+    config = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "dtype": "float32", "block_size": BLOCK} | config
+    return ReferenceBackend(BackendConfig(**config))
+
+
+def filled(backend):
+    cache = backend.allocate_kv_cache(BLOCKS)
+    numbers = torch.arange(cache.numel(), dtype=torch.float32).remainder(251).view(cache.shape)
+    cache.copy_(numbers.to(cache.dtype))
+    return cache
+
+
+def rows(backend, cache):
+    """Keys and values by slot, as numbers."""
+    return [view.float().reshape(BLOCKS * BLOCK, -1).clone() for view in backend.kv_cache_views(cache)]
+
+
+def moved(numbers, moves=MOVES):
+    wanted = numbers.clone()
+    for left, filled_slot in moves:
+        wanted[filled_slot] = numbers[left]
+    return wanted
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_tokens_of_every_layer_move(config, kind):
+    backend = made(**config)
+    caches = [filled(backend), filled(backend)]
+    before = rows(backend, caches[0])
+    backend.move_slots(caches, kind(MOVES))
+    for cache in caches:
+        for found, wanted in zip(rows(backend, cache), map(moved, before), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_a_pair_of_strided_views_moves_and_nothing_beside_it():
+    """Layers of one pool: what lies between is another layer's."""
+    backend = made()
+    pool = torch.arange(BLOCKS * 3 * 2 * BLOCK * 2 * 8, dtype=torch.float32).view(BLOCKS, 3, 2, BLOCK, 2, 8)
+    before = pool.clone()
+    backend.move_slots([(pool[:, 1, 0], pool[:, 1, 1])], MOVES)
+    assert torch.equal(pool[:, [0, 2]], before[:, [0, 2]])
+    for part in (0, 1):
+        by_slot = [one[:, 1, part].reshape(BLOCKS * BLOCK, -1).clone() for one in (before, pool)]
+        assert torch.equal(by_slot[1], moved(by_slot[0]))
+
+
+def test_bytes_of_an_engine_move():
+    backend = made(kv_cache_dtype="fp8_e4m3")
+    cache = filled(backend)
+    before = rows(backend, cache)
+    backend.move_slots([cache.view(torch.uint8)], MOVES)
+    assert all(map(torch.equal, rows(backend, cache), map(moved, before)))
+
+
+@pytest.mark.parametrize("moves", [[], torch.empty((0, 2), dtype=torch.int64)])
+def test_no_moves_and_no_layers(moves):
+    backend = made()
+    cache = filled(backend)
+    before = cache.clone()
+    backend.move_slots([cache], moves)
+    backend.move_slots([], MOVES)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("moves", "said"),
+    [
+        ([[1, 20]], "moves: destination slot 20 is outside the cache's 20 slots"),
+        ([[-1, 2]], "moves: source slot -1 is outside the cache's 20 slots"),
+        ([[1, 3], [2, 3]], "moves: a destination is named twice; each slot can take one source only"),
+        ([1, 2], r"moves: shape \(2,\) of int64 found; give integers of shape \(n, 2\)"),
+        ([[1.0, 2.0]], "moves: shape .* of float64 found"),
+    ],
+)
+def test_what_is_refused_changes_no_layer(moves, said):
+    backend = made()
+    caches = [filled(backend), filled(backend)]
+    with pytest.raises(ValueError, match=f"^{said}"):
+        backend.move_slots(caches, moves)
+    assert all(torch.equal(cache, filled(backend)) for cache in caches)
+
+
+def test_caches_that_cannot_be_moved_in_are_named():
+    backend = made()
+    good, pair = filled(backend), torch.zeros(1, BLOCK, 2, 8).expand(BLOCKS, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"^key_cache: strides .* an expanded tensor"):
+        backend.move_slots([good, (pair, pair)], MOVES)
+    assert torch.equal(good, filled(backend))
+
+    class Beside(ReferenceBackend):
+        def kv_cache_views(self, kv_cache):
+            return super().kv_cache_views(kv_cache[:2])
+
+    with pytest.raises(ValueError, match=r"^kv_caches: one holds .* override move_slots in Beside, which moves all"):
+        Beside(backend.config).move_slots([torch.zeros(3, *good.shape[1:])], MOVES)
+
+
+def test_the_function_takes_views_alone():
+    backend = made()
+    cache = filled(backend)
+    before = rows(backend, cache)
+    move_slots(*backend.kv_cache_views(cache), MOVES)
+    assert all(map(torch.equal, rows(backend, cache), map(moved, before)))
