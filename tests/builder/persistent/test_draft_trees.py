@@ -292,19 +292,22 @@ def test_a_window_must_not_have_passed_what_is_kept():
     assert batch.num_computed_tokens("a") == 13
 
 
-def test_steps_ahead_follow_a_tree_that_was_kept():
+@pytest.mark.parametrize("between", ["nothing", "a refused step ahead", "a refused build"])
+def test_steps_ahead_follow_a_tree_that_was_kept(between):
+    """They have no tree: neither that of the step before, nor one of a build that was refused."""
     batch, builder = started(transport="copy")
     builder.capture(2)
     builder.build(trees={"a": TREE})
-    with pytest.raises(ValueError, match=r"^trees: request 'a' ran a tree of 6 drafts, of which its first 6 count"):
-        builder.run_ahead(2, bucket=2)
+    if between == "a refused step ahead":
+        with pytest.raises(ValueError, match=r"^trees: request 'a' ran a tree of 6 drafts, of which its first 6 count"):
+            builder.run_ahead(2, bucket=2)
     assert builder.keep_paths({"a": [1, 3]}).tolist() == [[15, 14], [29, 15]]
-    with pytest.raises(ValueError, match=r"^block_table: row 1 "):
-        builder.build({"b": 60}, trees={"a": TREE})  # a tree of which nothing is left
+    if between == "a refused build":
+        with pytest.raises(ValueError, match=r"^block_table: row 1 "):
+            builder.build({"b": 60}, trees={"a": TREE})
     steps = builder.run_ahead(2, bucket=2)
     assert not steps.first.host.tree_mask.any()
     assert [batch.num_computed_tokens(name) for name in "ab"] == [10, 5]
-    steps.stop()
 
 
 @pytest.mark.parametrize("call", ["build", "keep"])
