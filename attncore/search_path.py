@@ -12,12 +12,13 @@ def without_current_folder() -> list[str]:
     ``python -m``, ``python -c`` and an empty element of PYTHONPATH do so. It stays where PYTHONPATH names it, and where
     attncore itself is imported from it.
     """
+    named = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     try:
         current = os.getcwd()
-    except OSError:  # it has been deleted
+        named = [os.path.abspath(place) for place in named]
+    except OSError:  # the folder has been deleted: what is named by a path from there is nowhere
         current = ""
     here = {"", current}
-    named = {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place}
     if current in named or current == os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         here.discard(current)
     places = [place for place in sys.path if isinstance(place, str)]  # Python searches no other object

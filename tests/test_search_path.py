@@ -84,7 +84,9 @@ def test_objects_on_the_path_that_are_no_text_are_left_out(monkeypatch):
     assert without_current_folder() == ["/y", LIBRARY]
 
 
-def test_a_current_folder_that_is_gone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("variable", ["", "tests"])
+def test_a_current_folder_that_is_gone(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv("PYTHONPATH", variable)
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

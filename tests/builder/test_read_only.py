@@ -50,6 +50,11 @@ def persistent(kernels):
     yield from builder.build(bucket=4).groups.values()
     yield builder.build_empty(4)
     yield builder.build_profile([3, 1])
+    with_trees = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
+    with_trees.add_request("a", [1, 2])
+    trees = MetadataBuilder(with_trees, max_num_batched_tokens=16, draft_trees=True, decode_threshold=4)
+    yield trees.build({"a": 3})
+    yield trees.build(trees={"a": [-1, -1]})
 
 
 def lists():

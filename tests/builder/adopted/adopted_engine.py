@@ -5,10 +5,10 @@ import torch
 
 import attncore
 from attncore import AdoptedSteps, InputBatch, MetadataBuilder
-from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
+from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS, OPTIONAL
 
 BLOCK, MODEL_LEN, BLOCKS = 4, 60, 200
-FIELDS = sorted(ARRAYS - ENCODER_ARRAYS)
+FIELDS = sorted(ARRAYS - ENCODER_ARRAYS - OPTIONAL)
 
 
 def reference(**more):
