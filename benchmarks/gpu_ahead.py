@@ -86,10 +86,11 @@ class AheadRace:
         if rng.random() < 0.35:
             self.built_step()
             return
-        resting = {name: 0 for name in self.requests.place if rng.random() < 0.03}
-        running = len(self.requests.place) - len(resting)
-        size, count = next(size for size in BUCKETS if size >= running), int(rng.integers(1, MOST + 1))
-        self.requests.give_blocks(self.batch, {name: resting.get(name, count) for name in self.requests.place})
+        running = self.requests.running()
+        resting = {name: 0 for name in running if rng.random() < 0.03}
+        num_rows, count = len(running) - len(resting), int(rng.integers(1, MOST + 1))
+        size = next(size for size in BUCKETS if size >= num_rows)
+        self.requests.give_blocks(self.batch, {name: resting.get(name, count) for name in running})
         steps = self.builder.run_ahead(count, bucket=size, scheduled=resting)
         names = steps.first.req_ids
         until = int(rng.integers(0, count + 1)) if rng.random() < 0.2 else count
@@ -133,9 +134,9 @@ class AheadRace:
         kind = rng.random()
         query_lens = {}
         if kind < 0.4:
-            query_lens = {name: int(rng.integers(2, 40)) for name in list(requests.place)[-2:]}
+            query_lens = {name: int(rng.integers(2, 40)) for name in requests.running()[-2:]}
         requests.give_blocks(self.batch, query_lens)
-        size = next(size for size in BUCKETS if size >= len(requests.place)) if kind > 0.7 else None
+        size = next(size for size in BUCKETS if size >= len(requests.running())) if kind > 0.7 else None
         metadata = self.builder.build(query_lens, bucket=size)
         if size:
             metadata.replay(self.models[size].graphs[1])
@@ -163,7 +164,7 @@ def race(steps, device, transport, depth, seed, fault=""):
         run.turn()
     return {
         "transport": transport, "depth": depth, "fault": fault, "steps": run.done, "wrong": int(run.wrong),
-        "first_wrong": int(run.first_wrong), "kinds": run.kinds,
+        "first_wrong": int(run.first_wrong), "kinds": run.kinds | {"preempted": run.requests.preemptions},
     }  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class Requests:
         self.blocks = np.zeros((ROWS, WIDTH), np.int32)
         self.num_blocks, self.computed = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self.place = {}  # request -> row of these arrays
+        self.paused = set()  # those that were preempted, and wait for blocks
+        self.preemptions = 0
         self.unused = list(range(ROWS))
         self.free = list(map(int, rng.permutation(np.arange(1, NUM_BLOCKS))))
         self.next_name = 0
@@ -63,10 +65,18 @@ class Requests:
         if self.place and rng.random() < 0.25:
             gone.append(list(self.place)[int(rng.integers(len(self.place)))])
         for name in set(gone):
-            place = self.place.pop(name)
-            self.free[:0] = map(int, self.blocks[place, : self.num_blocks[place]])
-            self.unused.append(place)
+            self.give_back(name)
+            self.unused.append(self.place.pop(name))
+            self.paused.discard(name)
             batch.remove_request(name)
+        self.paused -= {name for name in list(self.paused) if rng.random() < 0.2}
+        if len(self.place) > len(self.paused) and rng.random() < 0.1:
+            name = self.running()[int(rng.integers(len(self.running())))]
+            batch.preempt(name)
+            self.give_back(name)
+            self.num_blocks[self.place[name]] = self.computed[self.place[name]] = 0
+            self.paused.add(name)
+            self.preemptions += 1
         if self.place and rng.random() < 0.1:
             name = list(self.place)[int(rng.integers(len(self.place)))]
             place = self.place[name]
@@ -74,10 +84,19 @@ class Requests:
             batch.rollback(name, back)
             self.computed[place] -= back
 
+    def running(self):
+        """Requests that take part in a step: those that were preempted begin anew with the blocks that they get."""
+        return [name for name in self.place if name not in self.paused]
+
+    def give_back(self, name):
+        place = self.place[name]
+        self.free[:0] = map(int, self.blocks[place, : self.num_blocks[place]])
+
     def give_blocks(self, batch, query_lens):
-        """So that every request has room for its tokens of this step (by name; others one)."""
+        """So that every running request has room for its tokens of this step (by name; others one)."""
         more = {}
-        for name, place in self.place.items():
+        for name in self.running():
+            place = self.place[name]
             need = -(-(self.computed[place] + query_lens.get(name, 1)) // BLOCK_SIZE)
             have = self.num_blocks[place]
             if need > have:
@@ -125,7 +144,7 @@ def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipt
     return {
         "transport": transport, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
         "receipts": receipts, "steps": run.done, "wrong": int(run.wrong), "first_wrong": int(run.first_wrong),
-        "kinds": run.kinds,
+        "kinds": run.kinds | {"preempted": run.requests.preemptions},
     }  # fmt: skip
 
 
@@ -161,12 +180,12 @@ class Race:
         self.requests.churn(self.batch, self.most)
         if self.cuda:
             fall_behind(rng, always=not self.receipts)
-        query_lens = {name: 0 for name in self.requests.place if rng.random() < 0.03}
+        query_lens = {name: 0 for name in self.requests.running() if rng.random() < 0.03}
         kind = rng.random()
         if kind < 0.05 and (self.builds_dummies or not self.dropped):  # a replay after a dropped build would run that
             size, expected, num_positions = self.empty_step()
         else:
-            prefill = kind < 0.15 and self.requests.place
+            prefill = kind < 0.15 and self.requests.running()
             size = self.prepare(query_lens, prefill, eager=kind < 0.35)
             self.take_back(query_lens, size)
             self.metadata = self.builder.build(query_lens, bucket=size)
@@ -196,10 +215,10 @@ class Race:
         """Give the requests their blocks, in a prefill some more tokens; the graph's size, None without one."""
         requests = self.requests
         if prefill:
-            for name in list(requests.place)[-2:]:
+            for name in requests.running()[-2:]:
                 query_lens[name] = int(self.rng.integers(2, 40))
         requests.give_blocks(self.batch, query_lens)
-        running = len(requests.place) - sum(not count for count in query_lens.values())
+        running = len(requests.running()) - sum(not count for count in query_lens.values())
         return None if prefill or eager else next(size for size in BUCKETS if size >= running)
 
     def take_back(self, query_lens, size):

@@ -57,6 +57,7 @@ MODULES = {
         partial(decode, BF16, BF16, 64),
         partial(decode, BF16, BF16, 64, window=True),
         partial(decode, BF16, BF16, 128),
+        partial(decode, BF16, BF16, 256),
     ],
     "e5m2": [
         partial(prefill, BF16, E5M2, 64),
