@@ -24,9 +24,9 @@ NAMES = ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len", "query_start_l
 class CopyingPlan(Backend):
     """Its copy is read from the arena after plan has returned: the receipt must cover it."""
 
-    def __init__(self, device, transport):
-        self.plan_staging = transport
-        super().__init__(device)
+    def __init__(self, device, staging):
+        self.plan_staging = staging
+        super().__init__(device, needs=NAMES)  # of a field that is not declared a dummy replay sees the last step's
         self.copied = torch.zeros(ROWS + 1, dtype=torch.int32, device=device)
         self.fails = False
 
