@@ -122,7 +122,7 @@ class Speculative:
         for row, name in enumerate(metadata.req_ids):
             said = answers[row * (1 + DRAFTS) :][: 1 + DRAFTS]
             agreed = [draft == answer for draft, answer in zip(drafts[name], said, strict=False)]
-            kept[name] = (agreed + [False]).index(False)
+            kept[name] = [*agreed, False].index(False)
             self.spoken[name] += said[: kept[name] + 1]
         self.accepted += sum(kept.values())
         self.drafted += DRAFTS * len(kept)
