@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from attncore.collector import pause
 from attncore.interrupts import as_program
 from attncore.search_path import without_current_folder
 
@@ -18,6 +19,7 @@ def main() -> int:
 
 
 def _load() -> Callable[[], int]:
+    pause()  # until the module of the command is loaded, too
     from attncore.cli import main
 
     return main

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.arguments import real_number, whole_number_of_63_bits
+from attncore.collector import end_without_search
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.how_to_install import install_required
@@ -78,6 +79,7 @@ def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
     nothing that they do at its end changes its exit code. A child process that the command forked ends here.
     """
     if to_the_end:
+        end_without_search()
         keep_exit_code()
     with prepared(), own_streams(to_the_end=to_the_end):
         code = READER_GONE

@@ -7,7 +7,6 @@ plugin comes from where attncore came from: a checkout, an index, or a file.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -115,6 +114,8 @@ def _requirements(extra: str) -> Iterator[str]:
 @lru_cache(maxsize=1)
 def _origin() -> tuple[str, bool]:
     """What attncore was installed from (PEP 610), empty where that is an index; and whether it is installed."""
+    import json  # here: most commands have nothing to install
+
     try:
         text = importlib.metadata.distribution("attncore").read_text("direct_url.json")
         return (str(json.loads(text)["url"]) if text else ""), True

@@ -11,7 +11,6 @@ anything; what is returned holds no such code. The module imports nothing of att
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,6 +70,8 @@ def quoted(value: Any) -> str:
 
 def quoted_json(value: Any, most: int = 40) -> str:
     """A value of JSON as JSON has it, cut to ``most`` characters; no more of it is read than that."""
+    import json  # here: most that quote a value read no JSON
+
     return _cut(json.dumps(_beginning(value, [most])), most)
 
 
@@ -113,8 +114,9 @@ def _cut(text: str, most: int) -> str:
 
 def _fitted(text: str, most: int, end: str) -> str:
     """``text`` on one line, escaped; beyond ``most`` characters the rest is left out, and ``end`` stands there."""
-    words = " ".join(text[: most * _WIDEST].split())
-    line = "".join(letter if letter.isprintable() else _escaped(letter) for letter in words[: most + 1])
+    line = " ".join(text[: most * _WIDEST].split())[: most + 1]
+    if not line.isprintable():  # asked of the whole first: nearly every text is
+        line = "".join(letter if letter.isprintable() else _escaped(letter) for letter in line)
     if len(line) <= most and len(text) <= most * _WIDEST:
         return line
     return line[: most - len(end)] + end

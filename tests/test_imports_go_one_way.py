@@ -26,7 +26,7 @@ LAYERS = {
         "command",
         "process_end",
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
-        "interrupts vocabulary env errors show deprecated",
+        "interrupts collector vocabulary env errors show deprecated",
         "frozen_map step_arrays did_you_mean logged palette _version",
         "quoted",
     ),
@@ -46,7 +46,7 @@ LAYERS = {
         "plugins",
         "spec",
         "host request_from_config_json",
-        "request",
+        "request request_fields",
         "reasons",
         "device_patterns package_requirements child_process config_json",
     ),

@@ -18,6 +18,7 @@ How a command ends is ``attncore.command``, which the conformance kit's command 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 import textwrap
@@ -26,10 +27,10 @@ from types import ModuleType
 
 from attncore._version import __version__
 from attncore.cli.shells import SHELLS
+from attncore.collector import resume
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
-from attncore.json_output import only_json
 from attncore.quoted import quoted
 from attncore.terminal import columns_of_help, wrapped
 
@@ -126,14 +127,25 @@ def _run(words: list[str], to_the_end: bool) -> int:
         hint = did_you_mean(words[0], COMMANDS)
         raise UsageError(f"command: {quoted(words[0])} is not one of {', '.join(COMMANDS)}{hint}")
     parser = _parser(words[0])
+    if to_the_end:
+        resume()
     try:
         args = parser.parse_args(words[1:])
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
-    with only_json(getattr(args, "json", False), to_the_end=to_the_end):
+    with _output(args, to_the_end):
         try:
             code: int = args.run(args)
         except (ValueError, TypeError, NoBackendError) as error:
             parser.in_words_of_options(error, args)
             raise
     return code
+
+
+def _output(args: argparse.Namespace, to_the_end: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a command, which prints JSON alone where that is asked for."""
+    if not getattr(args, "json", False):
+        return contextlib.nullcontext()
+    from attncore.json_output import only_json  # loaded before plugins, which may put another ``json`` into sys.modules
+
+    return only_json(True, to_the_end=to_the_end)

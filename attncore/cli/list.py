@@ -11,7 +11,6 @@ import argparse
 from typing import Any
 
 from attncore.cli.output import print_table
-from attncore.json_output import print_json
 from attncore.registry.choice.installed import HEADERS, row
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
@@ -35,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         host = Host.probe().with_packages(plugins.packages)
         rows = [(record, reasons_here(record, host)) for record in plugins.records]
     if args.json:
+        from attncore.json_output import print_json
+
         print_json([as_json(record, missing) for record, missing in rows])
     elif rows:
         print_table(HEADERS, [row(record, missing) for record, missing in rows])

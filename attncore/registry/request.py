@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal
 
 from attncore.arguments import check_value_size, flag, float32_number, integer
 from attncore.did_you_mean import did_you_mean
@@ -23,9 +23,6 @@ from attncore.vocabulary import (
     dtype_name,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 _COUNTS = ("num_heads", "num_kv_heads", "head_size")
 _OPTIONAL_COUNTS = (
     "head_size_v",
@@ -37,38 +34,7 @@ _OPTIONAL_COUNTS = (
 )
 
 
-class RequestFields(TypedDict, total=False):
-    """The fields of an AttentionRequest, for the functions that take them as keyword arguments."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str | torch.dtype
-    head_size_v: int | None
-    kv_cache_dtype: str | torch.dtype
-    block_size: int | None
-    manager_block_size: int | None
-    kv_cache_layout: str | None
-    max_model_len: int | None
-    num_blocks: int | None
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    alibi: bool | Literal["standard"]
-    sinks: bool
-    strided_kv_cache: bool
-    use_mla: bool
-    features: Iterable[str]
-    cuda_graph: str
-    phase: Literal["prefill", "decode"] | None
-    allow_compile: bool
-    backend: str | None
-    prefer: Iterable[str]
-    exclude: Iterable[str]
-    policy: Literal["strict", "fallback"]
-    options: Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionRequest:
     """What is asked. Raises ValueError or TypeError that begins with the field's name.
 

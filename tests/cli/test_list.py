@@ -1,6 +1,8 @@
 """``attncore list``."""
 
 import json
+import subprocess
+import sys
 
 from planting import SPEC, zoo
 
@@ -105,3 +107,31 @@ def test_where_all_are_there_no_line_says_what_is_not(site, capsys):
         site.plugin(name)
     assert main(["list"]) == 0
     assert "not installed:" not in capsys.readouterr().out
+
+
+ASK = "print({who!r}, gc.isenabled(), len(gc.get_objects()) < {most}, file=sys.stderr)"
+OF_A_PROCESS = f"""
+import atexit, gc, sys
+before = set(sys.modules)
+atexit.register(lambda: {ASK.format(who="end", most=1_000)})
+sys.path[:] = {{path!r}}
+from attncore.__main__ import main
+try:
+    main()
+finally:
+    print("loaded", *sorted(set(sys.modules) - before), file=sys.stderr)
+"""
+
+
+def test_a_process_loads_what_it_needs_and_collects_garbage_only_meanwhile(site):
+    """What is loaded before code of plugins runs is not searched, and nothing is when the process ends."""
+    site.plugin("asks", f"import gc, sys; {ASK.format(who='plugin', most=20_000)}")
+    program = OF_A_PROCESS.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", program, "list"], check=True, capture_output=True, text=True)
+    assert "\nasks" in done.stdout
+    assert "plugin True True\n" in done.stderr
+    assert done.stderr.splitlines()[-1] == "end True True"
+    loaded = next(line.split() for line in done.stderr.splitlines() if line.startswith("loaded "))
+    assert "attncore.registry.choice.runs_here" in loaded
+    unneeded = "json difflib numpy torch attncore.registry.child_process attncore.registry.choice.candidates"
+    assert {*unneeded.split()} & {*loaded} == set()

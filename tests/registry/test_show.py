@@ -8,7 +8,7 @@ import pytest
 import attncore
 from attncore.cli import main
 from attncore.registry.choice.installed import HEADERS
-from attncore.registry.request import RequestFields
+from attncore.registry.request_fields import RequestFields
 
 FIELDS = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 EVIL = "<script>alert(1)</script>"

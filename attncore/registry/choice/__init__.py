@@ -11,7 +11,7 @@
 - ``runs_here``: whether a backend can run on a host at all.
 - ``negotiate_layers``, ``negotiate_prefill_decode``, ``negotiate``: the candidates in order and the one chosen, for the
   kinds of layers of a model, for two phases, and for one request.
-- ``candidates``: every backend with all reasons against it.
+- ``candidates``: every backend with all reasons against it; ``fitting_variant``: which of its variants fits.
 - ``reasons_against``: the reasons against one spec.
 - ``cache_format``: the block sizes and layouts that a spec and a request have in common.
 

@@ -14,7 +14,8 @@ from attncore.registry.choice.negotiate_layers import LayersNegotiation, check_k
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation, negotiate_joint
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
-from attncore.registry.request import AttentionRequest, RequestFields
+from attncore.registry.request import AttentionRequest
+from attncore.registry.request_fields import RequestFields
 
 _FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
 _REQUIRED = tuple(name for name, one in _FIELDS.items() if one.default is MISSING and one.default_factory is MISSING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attncore.quoted import listed
-from attncore.registry.choice.candidates import candidates, stated_by
+from attncore.registry.choice.fitting_variant import fitting_variant, stated_by
 from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
@@ -39,8 +39,8 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
         return record.reasons
     if (reason := no_device_here(spec, host, record.label)) is not None:
         return (reason,)
-    request = plain_request(spec)
-    return next(one.reasons for one in candidates(request, host, [record]) if one.name == record.name)
+    _, _, reasons, _ = fitting_variant(spec, record.label, plain_request(spec), host)
+    return reasons
 
 
 def reasons_by_variant(record: PluginRecord, host: Host) -> dict[str, tuple[Reason, ...]]:

@@ -25,7 +25,8 @@ from attncore.registry.choice.negotiate_installed import (
 )
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
-from attncore.registry.request import AttentionRequest, RequestFields
+from attncore.registry.request import AttentionRequest
+from attncore.registry.request_fields import RequestFields
 from attncore.show import counted
 
 logger = logging.getLogger("attncore")

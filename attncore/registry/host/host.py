@@ -16,7 +16,7 @@ from attncore.registry.package_requirements import canonical_name
 from attncore.show import angled, counted, cut, guarded
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Host:
     """A machine: its device, how many of them, and what is installed.
 

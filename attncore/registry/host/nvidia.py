@@ -7,7 +7,6 @@ import re
 import tempfile
 from pathlib import Path
 
-from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.accelerator import Accelerator
 
 _ASK_DRIVER = """
@@ -93,6 +92,8 @@ def _ask_driver() -> list[Accelerator]:
         ctypes.CDLL("libcuda.so.1")  # opening it makes no context; cuInit, which would, runs in the child process
     except OSError:
         return []
+    from attncore.registry.child_process import read_answers, run_in_child  # here: few machines need one
+
     with tempfile.TemporaryDirectory(prefix="attncore-host-", ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "answer")  # a file: a process that the driver starts may keep a pipe open
         run_in_child(["-I", "-S", "-c", _ASK_DRIVER, str(answer)], timeout=20)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attncore import env
 from attncore.did_you_mean import close_name
@@ -60,7 +60,7 @@ def _entry_points() -> Iterable[PluginRecord]:
             points, failure = {}, error
         if failure is None and not points:
             continue
-        name, version = _distribution_name(distribution), _distribution_version(distribution)
+        name, version = _name_and_version(distribution)
         records = [
             PluginRecord(one_line(point.name, _LETTERS), name, version, "found", entry_point=point)
             for point in points.values()
@@ -188,24 +188,29 @@ def _no_entry_point(text: str) -> str | None:
     return None
 
 
-def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
+def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Of its metadata, which is read once; an empty version where there is none."""
     try:
         check_files(distribution, *METADATA)
-        name = distribution.metadata["Name"]
+        metadata = distribution.metadata
     except Exception:
-        name = None
-    if isinstance(name, str) and name.strip():
-        return one_line(name, _LETTERS)
+        metadata = None
+    name, version = _line(metadata, "Name"), _line(metadata, "Version")
+    if name:
+        return name, version
     path = getattr(distribution, "_path", None)  # without METADATA the folder's name is left
-    return one_line(str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0], _LETTERS)
+    return one_line(
+        str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0], _LETTERS
+    ), version
 
 
-def _distribution_version(distribution: importlib.metadata.Distribution) -> str:
+def _line(metadata: Any, name: str) -> str:
+    """What a line of metadata says; empty where it has none."""
     try:
-        check_files(distribution, *METADATA)
-        return one_line(distribution.version or "", _LETTERS)
+        value = metadata[name]
     except Exception:
         return ""
+    return one_line(value, _LETTERS) if isinstance(value, str) else ""
 
 
 def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:

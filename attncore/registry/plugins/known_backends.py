@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attncore.how_to_install import install_distribution
 from attncore.registry.host.host import Host
 from attncore.registry.reasons import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class KnownBackend:
+class KnownBackend(NamedTuple):
     """A backend's distribution, its platforms (empty: any), and the hardware that it needs, in words."""
 
     distribution: str

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from attncore import env
 from attncore._version import __version__
@@ -33,8 +33,7 @@ HOOKS = ("attncore_backend", "attncore_doctor")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Registry:
+class Registry(NamedTuple):
     """Every plugin's record, and the installed versions of the distributions that their specs require."""
 
     records: tuple[PluginRecord, ...]

@@ -11,7 +11,7 @@ from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.show import angled, guarded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PluginRecord:
     """One entry point of the group ``attncore.backends``.
 

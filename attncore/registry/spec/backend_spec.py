@@ -6,7 +6,7 @@ A backend does not support what its spec does not declare.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from attncore.did_you_mean import did_you_mean
@@ -29,7 +29,7 @@ class ContractVersionError(ValueError):
         super().__init__(f"api: built for contract {quoted(api)}; this attncore speaks {ATTNCORE_API}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BackendSpec:
     """What a backend is, needs and supports. Any collection may be given; each is kept as an immutable one.
 
@@ -129,21 +129,25 @@ class BackendSpec:
         values, problems = check_fields({declared.name: getattr(self, declared.name) for declared in fields(self)})
         if problems:
             raise ValueError("; ".join(problems))
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(values)
         by_variant = []
         for variant in self.variants:
-            requires = (*self.requires, *variant.requires)
-            try:
-                stated = replace(self, variants=(), requires=requires, **variant.facts)
-            except ValueError as error:
-                problems.append(f"variants: {variant.name!r}: {error}")
+            given = {**variant.facts, "requires": (*self.requires, *variant.requires), "variants": ()}
+            stated, wrong = check_fields(given, values)
+            if wrong:
+                problems.append(f"variants: {variant.name!r}: {'; '.join(wrong)}")
                 continue
-            variant.facts = {name: getattr(stated, name) for name in variant.facts}  # as checked
-            by_variant.append((variant.name, stated))
+            variant.facts = {name: stated[name] for name in variant.facts}  # as checked
+            by_variant.append((variant.name, self._of_checked(stated)))
         if problems:
             raise ValueError("; ".join(problems))
-        object.__setattr__(self, "_by_variant", tuple(by_variant) or (("", self),))
+        self.__dict__["_by_variant"] = tuple(by_variant) or (("", self),)
+
+    def _of_checked(self, values: dict[str, Any]) -> BackendSpec:
+        """A spec without variants of fields that are checked: what a variant states no check has to read again."""
+        made = object.__new__(type(self))
+        made.__dict__.update(values, _by_variant=(("", made),))
+        return made
 
     @guarded
     def __repr__(self) -> str:

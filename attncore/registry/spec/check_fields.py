@@ -40,10 +40,15 @@ _VARIABLE = re.compile(r"ATTNCORE_[A-Z0-9_]{1,100}")
 Values = dict[str, Any]
 
 
-def check_fields(given: Values) -> tuple[Values, list[str]]:
-    """The fields of a spec made immutable, and a sentence for each bad one, which begins with its name."""
-    values, problems = dict(given), []
+def check_fields(given: Values, checked: Values | None = None) -> tuple[Values, list[str]]:
+    """The fields of a spec made immutable, and a sentence for each bad one, which begins with its name.
+
+    Those of ``checked`` are of a spec that has been checked; what a variant of it has in their place is ``given``.
+    """
+    values, problems = {**(checked or {}), **given}, []
     for name, check in _CHECKS.items():
+        if name not in given:
+            continue
         try:
             values[name] = check(name, given[name])
         except UNREADABLE as error:  # one of Python's or NumPy's own does not begin with the field's name

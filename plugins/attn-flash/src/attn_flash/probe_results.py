@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -103,6 +102,8 @@ def ignored(generation: str) -> list[str]:
 
 def _parsed(file: Path) -> ProbeResult | str | None:
     """The findings kept in a file; None where there are none; why they are ignored, as a sentence."""
+    import json  # here: `attncore list` reads this module, and mostly nothing is kept
+
     try:
         result = ProbeResult(**json.loads(read_kept(file)))
     except FileNotFoundError:
@@ -139,6 +140,8 @@ def write(generation: str, result: ProbeResult, *, lasting: bool = True) -> None
     file = _file(generation, result.device)
     if file is None:
         return
+    import json
+
     with suppress(OSError):
         write_kept(file, json.dumps(asdict(result), indent=1, allow_nan=False).encode())
 
