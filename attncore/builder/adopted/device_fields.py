@@ -6,13 +6,12 @@ its step, read it where it lies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attncore.builder.adopted.given import Given
     from attncore.builder.adopted.settings import Settings
 
@@ -29,6 +28,15 @@ NOTHING: frozenset[str] = frozenset()
 
 def _nothing() -> None:
     pass
+
+
+class Prepared(NamedTuple):
+    """A launch that makes fields of every step of tensors which stay where they are."""
+
+    names: frozenset[str]
+    call: Callable[[int], Any]
+    """Takes the most pages of a row."""
+    block_size: int
 
 
 class DeviceFields:
@@ -168,14 +176,29 @@ class DeviceFields:
         return buffer
 
     def _make_sums(self, given: Given, longest: int, *, gathers: bool) -> None:
-        settings = self._settings
-        columns = min(given.block_table.shape[1], settings.max_pages)
-        pages = self.page_buffer if gathers else None
-        longest = -(-longest // settings.block_size)
+        longest = -(-longest // self._settings.block_size)
+        tensors = self._of_sums(given, gathers=gathers)  # memory of pages is taken here, at the latest
         if self._sum_lengths is not None:
-            self._sum_lengths(given.seq_lens, given.block_table, pages, columns, longest)
+            self._sum_lengths(*tensors, longest)
         else:
-            self._make_sums_in_torch(given, columns, min(longest, columns) if gathers else 0)
+            self._make_sums_in_torch(given, tensors[-1], min(longest, tensors[-1]) if gathers else 0)
+
+    def prepared(self, given: Given, names: frozenset[str]) -> Prepared | None:
+        """What makes ``names`` of later steps whose tensors are ``given``; None where no single launch does."""
+        if self._sum_lengths is None or not names or not names <= _SUMMED:
+            return None
+        call = self._sum_lengths.prepared(*self._of_sums(given, gathers="paged_kv_indices" in names))
+        return Prepared(names, call, self._settings.block_size)
+
+    def make_prepared(self, prepared: Prepared, longest: int) -> None:
+        """Makes the fields of a step whose rows have up to ``longest`` keys; nothing of it is made yet."""
+        self.written = prepared.names  # first: an interrupted call may write them
+        prepared.call(-(-longest // prepared.block_size))
+
+    def _of_sums(self, given: Given, *, gathers: bool) -> tuple[Any, ...]:
+        """What the kernel takes of a step, but for its longest row."""
+        columns = min(given.block_table.shape[1], self._settings.max_pages)
+        return given.seq_lens, given.block_table, self.page_buffer if gathers else None, columns
 
     def _make_sums_in_torch(self, given: Given, columns: int, longest: int) -> None:
         """What the kernel does, and page indices of rows of up to ``longest`` pages; nothing is read back."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import weakref
 
     from attncore.builder.adopted.captured_rows import Captured
+    from attncore.builder.adopted.device_fields import DeviceFields
     from attncore.builder.adopted.settings import Facts
     from attncore.builder.adopted.size import Size
 
@@ -54,18 +55,21 @@ class NoKnownSteps:
 
 
 def remember(
-    known: Any, metadata: AdoptedStep, tensors: tuple[Any, ...], size: Size, captured: Captured | None, live: Any,
-    facts: Facts,
+    known: Any, metadata: AdoptedStep, tensors: tuple[Any, ...], size: Size, captured: Captured | None,
+    fields: DeviceFields, facts: Facts,
 ) -> None:  # fmt: skip
-    """Has later steps of these tensors found in one call; ``live``: fields that each step makes."""
+    """Has later steps of these tensors found in one call, and what they make on the device in one launch."""
     graph = captured is not None and metadata.use_cuda_graph
     lends = facts.pad_seq_len and graph and "seq_lens" not in metadata._deferred
     plans = facts.plans and not (captured is not None and graph and captured.plans_itself)
+    made = fields.live - metadata._deferred
+    alone = not (plans or (facts.pad_seq_len and graph))  # lengths are lent beside what is made
+    size.prepared = fields.prepared(size.given, made) if alone else None
     values = {**vars(metadata)}
     del values["builder"]  # it is given with each step: no cycle keeps it
     size.known = known.remember(
         tensors, size.kept, size.given, values, size.host, captured.query_len if captured else 0,
-        not (plans or lends or live - metadata._deferred),
+        not (plans or lends or made),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ _ONE_LONGER = ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "_starts")
 class Size:
     """What steps of one number of rows have in common: views of our memory, and of the engine's of last time."""
 
-    __slots__ = ("device", "facts", "given", "host", "kept", "key", "known", "num_reqs", "values")
+    __slots__ = ("device", "facts", "given", "host", "kept", "key", "known", "num_reqs", "prepared", "values")
 
     def __init__(self, num_reqs: int, device: dict[str, Any], arrays: list[dict[str, Any]]) -> None:
         self.num_reqs, self.device = num_reqs, device
@@ -38,6 +38,8 @@ class Size:
         """Where the engine's tensors lay, and what else tells ``given``."""
         self.known: Any = None
         """What finds steps of ``facts`` in one call; None where nothing does."""
+        self.prepared: Any = None
+        """What makes the fields of known steps on the device in one launch; None where more has to be done."""
         self.facts: Any = None
         """``facts_of_tensors`` of the engine's; None where ``key`` is none, or a tensor has no address."""
 

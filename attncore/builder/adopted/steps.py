@@ -210,8 +210,11 @@ class AdoptedSteps(Uncopied):
             captured = self._captured.get(metadata.num_reqs) if metadata.use_cuda_graph else None
         self._fields.written = NOTHING
         self._entrance.undo.append((self._undo, metadata))  # an interrupt, too
-        plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
-        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
+        if place is None and size.prepared is not None:
+            self._fields.make_prepared(size.prepared, metadata.max_seq_len)
+        else:
+            plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
+            self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
         if place is not None and captured is not None:
             if capturing:
                 self._known.forget()
@@ -269,7 +272,7 @@ class AdoptedSteps(Uncopied):
         if captured is not None and metadata.use_cuda_graph and not capturing:
             metadata.defer(captured.made)
         if known is not None and not capturing and (captured is None or captured.addresses == place.addresses):
-            remember(self._known, metadata, tensors, size, captured, self._fields.live, self._facts)
+            remember(self._known, metadata, tensors, size, captured, self._fields, self._facts)
         return metadata, captured, size, place
 
     def _undo(self, metadata: AdoptedStep) -> None:

@@ -4,6 +4,8 @@ exact lengths for overlapped steps; and what adopted steps make of an engine's l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import triton.language as tl
 from attncore.arguments import INT32_MAX
 from attncore.builder.device.triton_ahead import advance_rows
 from attncore.kernels import codes
-from attncore.kernels.prepared_launch import prepared_launch
+from attncore.kernels.prepared_launch import Launch, prepared_launch
 
 _JOURNAL_BLOCK = 256
 _PAGES_BLOCK = 512
@@ -319,7 +321,7 @@ class SumLengths:
 
     def __init__(self, words: Any, gap: int, page_size: int) -> None:
         self._words, self._gap, self._page_size = words, gap, page_size
-        self._launches: dict[bool, Any] = {}
+        self._launches: dict[bool, Launch] = {}
         none = words[:0]
         for pages in (None, none):
             compiled = self(none, none.view(0, 1), pages, 0, 0)
@@ -334,16 +336,36 @@ class SumLengths:
         A length is taken as no less than 0 and no more than ``columns`` hold, whatever the device says; ``longest`` is
         the host's bound, in pages, by which alone the launch is shaped.
         """
-        num_reqs, stride, gathers, blocks = seq_lens.shape[0], table.stride(0), pages is not None, 1
-        if gathers and longest > _PAGES_BLOCK:
-            blocks = min(-(-longest // _PAGES_BLOCK), 8)
-        words = self._words
-        out = words if pages is None else pages
-        others = num_reqs, stride, columns, self._gap, self._page_size, gathers, _ROWS, _PAGES_BLOCK
-        launch = self._launches.get(gathers) if stride <= INT32_MAX else None
+        if self._launch_of(table, pages) is not None:
+            self.prepared(seq_lens, table, pages, columns)(longest)
+            return None
+        tensors, others = self._arguments(seq_lens, table, pages, columns)
+        return _sum_lengths[others[0] or 1, _blocks(longest, pages), 1](*tensors, *others)
+
+    def prepared(self, seq_lens: Any, table: Any, pages: Any | None, columns: int) -> Callable[[int], Any]:
+        """The same as a call of ``longest`` alone, for tensors that stay where they are."""
+        launch = self._launch_of(table, pages)
         if launch is None:
-            return _sum_lengths[max(num_reqs, 1), blocks, 1](seq_lens, table, words, out, *others)
-        launch(
-            max(num_reqs, 1), blocks, seq_lens.data_ptr(), table.data_ptr(), words.data_ptr(), out.data_ptr(), *others
-        )
-        return None
+            return partial(self, seq_lens, table, pages, columns)
+        tensors, others = self._arguments(seq_lens, table, pages, columns)
+        rows, arguments = others[0] or 1, (*(tensor.data_ptr() for tensor in tensors), *others)
+
+        def launch_over(longest: int) -> None:
+            launch(rows, _blocks(longest, pages), *arguments)
+
+        return launch_over
+
+    def _launch_of(self, table: Any, pages: Any | None) -> Launch | None:
+        return self._launches.get(pages is not None) if table.stride(0) <= INT32_MAX else None
+
+    def _arguments(
+        self, seq_lens: Any, table: Any, pages: Any | None, columns: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        tensors = seq_lens, table, self._words, self._words if pages is None else pages
+        others = seq_lens.shape[0], table.stride(0), columns, self._gap, self._page_size, pages is not None
+        return tensors, (*others, _ROWS, _PAGES_BLOCK)
+
+
+def _blocks(longest: int, pages: Any | None) -> int:
+    """How many programs write the pages of a row."""
+    return 1 if pages is None or longest <= _PAGES_BLOCK else min(-(-longest // _PAGES_BLOCK), 8)
