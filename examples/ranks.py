@@ -1,16 +1,17 @@
-"""One engine over several processes, by torch.distributed: each has a part of every layer (transformers' tp_plan).
+"""One engine over several processes, by torch.distributed: each has a part of
+every layer (transformers' tp_plan).
 
 torchrun --nproc-per-node 2 examples/ranks.py MODEL Once upon
 torchrun --nproc-per-node 2 examples/ranks.py --share-keys MODEL Once upon
 
-With --share-keys each has the whole model, and a part of every request's keys and values: context parallelism.
-
-Rank 0 schedules. Before each step it sends the others what changed and what runs, as one message; each builds the
-step's metadata for its own caches. Sampling is the same on every rank: all have all logits and the same seed.
+Rank 0 schedules. Before each step it sends the others what changed and what
+runs, as one message; each builds the step's metadata for its own caches.
+Sampling is the same on every rank: all have all logits and the same seed.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import io
 import os
@@ -20,11 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from worker import Worker  # first: it says what is not installed
+try:
+    from worker import Worker  # first: it says what is not installed
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"ranks.py: {error}")
 
 # isort: split
 import torch
 import torch.distributed as dist
+from command_line import add_model
 from engine import Engine
 from run import Run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -179,7 +186,7 @@ def whole(name: str, **options: Any) -> Any:
 def _place() -> tuple[int, str]:
     """How many ranks there are, and the kind of device, by what torchrun has set."""
     if "RANK" not in os.environ:
-        raise ValueError("ranks: no RANK in the environment; start every rank by torchrun")
+        raise ValueError("RANK is not set; start every rank by torchrun, as --help shows")
     return int(os.environ["WORLD_SIZE"]), "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -192,15 +199,23 @@ def _start(device: str) -> None:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    shares_keys = words[:1] == ["--share-keys"]
-    if not words[shares_keys:]:
-        print("usage: torchrun --nproc-per-node N examples/ranks.py [--share-keys] MODEL [WORD ...]", file=sys.stderr)
-        return 2
-    name, text = words[shares_keys], " ".join(words[shares_keys + 1 :]) or "Once upon a time"
-    options = {"interleave": 1} if shares_keys else {}
+    parser = argparse.ArgumentParser(
+        usage="torchrun --nproc-per-node N examples/ranks.py [-h] [--share-keys]\n         MODEL [WORD ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
+    parser.add_argument(
+        "--share-keys",
+        action="store_true",
+        help="each rank has the whole model, and a part of every request's keys and values: context parallelism",
+    )
+    asked = parser.parse_args()
+    name, text = asked.model, " ".join(asked.words) or "Once upon a time"
+    options = {"interleave": 1} if asked.share_keys else {}
     try:
-        load = whole if shares_keys else sharded
+        load = whole if asked.share_keys else sharded
         model = load(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
         if dist.get_rank():
             OtherRank(model, **options).serve()
