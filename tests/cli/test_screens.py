@@ -232,7 +232,9 @@ def test_a_misspelt_name_that_is_excluded_is_told(screen, caplog):
         "dtype": "float32",
         "host": attncore.Host.assume("cpu"),
     }
-    attncore.select(**fields, exclude=["refrence"])
+    with pytest.warns(UserWarning, match=r"^exclude: refrence: .* \(did you mean reference\?\)") as told:
+        attncore.select(**fields, exclude=["refrence"])
+    assert [one.filename for one in told] == [__file__]
     assert [one.getMessage()[:10] for one in caplog.records if one.levelname == "WARNING"] == ["refrence: "]
     caplog.clear()
     attncore.select(**fields, exclude=["of-another-machine", "flash"])
