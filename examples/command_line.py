@@ -35,3 +35,20 @@ def port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text[:6]) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"{text}: give a number from 0 to 65535")
     return int(text)
+
+
+def asked_of_ranks(description: str | None) -> argparse.Namespace:
+    """What is given on the command line of ranks.py; SystemExit for --help."""
+    parser = argparse.ArgumentParser(
+        usage="torchrun --nproc-per-node N examples/ranks.py [-h] [--share-keys]\n         MODEL [WORD ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
+    parser.add_argument(
+        "--share-keys",
+        action="store_true",
+        help="each rank has the whole model, and a part of every request's keys and values: context parallelism",
+    )
+    return parser.parse_args()

@@ -21,6 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from command_line import asked_of_ranks
+
+if __name__ == "__main__":
+    ASKED = asked_of_ranks(__doc__)  # first: the libraries take seconds, and may not be installed
+
 try:
     from worker import Worker  # first: it says what is not installed
 except ImportError as error:
@@ -31,7 +36,6 @@ except ImportError as error:
 # isort: split
 import torch
 import torch.distributed as dist
-from command_line import add_model
 from engine import Engine
 from run import Run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -198,20 +202,7 @@ def _start(device: str) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        usage="torchrun --nproc-per-node N examples/ranks.py [-h] [--share-keys]\n         MODEL [WORD ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model(parser)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
-    parser.add_argument(
-        "--share-keys",
-        action="store_true",
-        help="each rank has the whole model, and a part of every request's keys and values: context parallelism",
-    )
-    asked = parser.parse_args()
+def main(asked: argparse.Namespace) -> int:
     name, text = asked.model, " ".join(asked.words) or "Once upon a time"
     options = {"interleave": 1} if asked.share_keys else {}
     try:
@@ -236,4 +227,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ASKED))

@@ -24,8 +24,8 @@ def run(*words, without=None, tmp_path=None):
 
 
 @pytest.mark.parametrize("name", ["generate.py", "serve.py", "replicas.py", "ranks.py"])
-def test_help_fits_a_terminal(name):
-    done = run(name, "--help")
+def test_help_fits_a_terminal_and_needs_no_library(name, tmp_path):
+    done = run(name, "--help", without="torch", tmp_path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "python examples/" in done.stdout or "torchrun" in done.stdout
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
