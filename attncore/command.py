@@ -41,8 +41,8 @@ MAX_TEXT = 1 << 16
 
 _ENDING = ("SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF")
 """Signals that end a process: sent to it, or of a timer that code of others has set."""
-_OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
-"""Errors of a stream that is full, fails, or does not wait for its reader."""
+_OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.EBADF)
+"""Errors of a stream that is full, fails, does not wait for its reader, or is closed."""
 
 _LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
 """What is no sentence, such as the name of a file that can be no file's."""
@@ -90,7 +90,7 @@ def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
         if isinstance(unwritten, BrokenPipeError):
             return READER_GONE
         if unwritten is not None and code != 2:  # else it was said
-            code = fail(f"standard output: {unwritten.strerror}", 2)
+            code = _fail_of_output(unwritten)
             settle()
         return code
 
@@ -109,7 +109,7 @@ def _ended(command: Callable[[], int]) -> int:
         return READER_GONE
     except OSError as error:
         if error.filename is None and error.errno in _OF_A_STREAM:  # files have their names
-            return fail(f"standard output: {error.strerror}", 2)
+            return _fail_of_output(error)
         return fail(error, 2)
     except ModuleNotFoundError as error:
         how = install_required(error.name)
@@ -124,6 +124,10 @@ def _ended(command: Callable[[], int]) -> int:
         return fail(" ".join(("interrupted", *notes(error))), 130)
     except SystemExit as error:  # of a library's code: nothing was found to be right
         return fail(f"the command was ended before its end: {describe_error(error)}", 1)
+
+
+def _fail_of_output(error: OSError) -> int:
+    return fail(f"standard output: {'it is closed' if error.errno == errno.EBADF else error.strerror}", 2)
 
 
 def fail(error: object, code: int) -> int:
@@ -227,11 +231,14 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Around a command: streams that were closed are null devices, and signals that end it raise Terminated."""
-    for name in ("stdin", "stdout", "stderr"):  # closed by the parent process: read nothing, write nothing
+    """Around a command: streams that were closed have files again, and signals that end it raise Terminated.
+
+    Standard input is empty then, standard error goes nowhere, and what is written to standard output fails."""
+    for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+            null = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            setattr(sys, name, open(null, "r" if name == "stdin" else "w"))  # noqa: SIM115
         elif name != "stdin" and getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")  # a file's name may have what the encoding lacks
     before = {}

@@ -131,6 +131,7 @@ def take_turns(old, new, rounds, selections, folder):
     """
     runs = {old: [{} for _ in range(rounds)], new: [{} for _ in range(rounds)]}
     for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)  # first: a round takes minutes
         for selection in selections:
             for side in (old, new) if number % 2 == 0 else (new, old):
                 if selection[side] is not None:
@@ -138,7 +139,6 @@ def take_turns(old, new, rounds, selections, folder):
                     runs[side][number] |= found
                     if not found:  # no benchmark of this file is selected: it is not started again
                         selection[side] = None
-        print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return runs[old], runs[new]
 
 

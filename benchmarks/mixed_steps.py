@@ -18,7 +18,37 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+
+def whole_numbers(text):
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 64,192") from None
+
+
+def parsed(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(default %(default)s)")
+    add("--shape", choices=("tiny", "1b"), default="1b", help="of the model (default %(default)s)")
+    names = "of flash, flashinfer, rocm, reference (default %(default)s)"
+    add("--backends", default="flash,flashinfer", metavar="A,B", help=names)
+    add("--decodes", type=int, default=63, metavar="N", help="in every step (default %(default)s)")
+    behind = "tokens that each decode has behind it at first (default %(default)s)"
+    add("--context", type=int, default=600, metavar="N", help=behind)
+    tokens = "tokens of the chunk beside the decodes (default 64,192,448)"
+    add("--chunks", type=whole_numbers, default=[64, 192, 448], metavar="N,M", help=tokens)
+    add("--rounds", type=int, default=40, metavar="N", help="steps that are timed, of each kind (default %(default)s)")
+    add("--save", type=Path, metavar="FILE", help="write the machine and the rows to FILE as JSON")
+    args = parser.parse_args(words)
+    args.tiny = args.shape == "tiny"
+    return args
+
+
+if __name__ == "__main__":
+    ARGS = parsed()  # first: the libraries take seconds, and may not be installed
+
+import torch  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 from engine import Engine  # noqa: E402
@@ -79,19 +109,7 @@ def rows(model, backend, args):
             free_memory(args)
 
 
-def main(words=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--shape", choices=("tiny", "1b"), default="1b")
-    add("--backends", default="flash,flashinfer", help="of flash, flashinfer, rocm, reference")
-    add("--decodes", type=int, default=63)
-    add("--context", type=int, default=600, help="tokens that each decode has behind it at first")
-    add("--chunks", type=lambda text: [int(part) for part in text.split(",")], default=[64, 192, 448])
-    add("--rounds", type=int, default=40)
-    add("--save", type=Path, metavar="FILE")
-    args = parser.parse_args(words)
-    args.tiny = args.shape == "tiny"
+def main(args):
     model = model_of(args)
     found = [row for backend in args.backends.split(",") for row in rows(model, backend, args)]
     if args.save:
@@ -99,4 +117,4 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
+
+from command_line import add_model
 
 TOKENS = 100
 
@@ -36,8 +37,6 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
     from engine import Engine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if (name[:1] in "/.~" or name.count("/") > 1) and not Path(name).is_dir():  # else transformers reads it as a name
-        raise OSError("no such folder")
     model = AutoModelForCausalLM.from_pretrained(name)
     engine = Engine(model.to(**kind), tokenizer=AutoTokenizer.from_pretrained(name))
     print(text, end="", flush=True)
@@ -48,12 +47,7 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a folder with a model and its tokenizer; what is no folder is a name, which transformers fetches",
-    )
+    add_model(parser, nargs="?")
     parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
     asked = parser.parse_args()
     try:

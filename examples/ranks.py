@@ -1,16 +1,17 @@
-"""One engine over several processes, by torch.distributed: each has a part of every layer (transformers' tp_plan).
+"""One engine over several processes, by torch.distributed: each has a part of
+every layer (transformers' tp_plan).
 
 torchrun --nproc-per-node 2 examples/ranks.py MODEL Once upon
 torchrun --nproc-per-node 2 examples/ranks.py --share-keys MODEL Once upon
 
-With --share-keys each has the whole model, and a part of every request's keys and values: context parallelism.
-
-Rank 0 schedules. Before each step it sends the others what changed and what runs, as one message; each builds the
-step's metadata for its own caches. Sampling is the same on every rank: all have all logits and the same seed.
+Rank 0 schedules. Before each step it sends the others what changed and what
+runs, as one message; each builds the step's metadata for its own caches.
+Sampling is the same on every rank: all have all logits and the same seed.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import io
 import os
@@ -20,7 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from worker import Worker  # first: it says what is not installed
+from command_line import asked_of_ranks
+
+if __name__ == "__main__":
+    ASKED = asked_of_ranks(__doc__)  # first: the libraries take seconds, and may not be installed
+
+try:
+    from worker import Worker  # first: it says what is not installed
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"ranks.py: {error}")
 
 # isort: split
 import torch
@@ -179,7 +190,7 @@ def whole(name: str, **options: Any) -> Any:
 def _place() -> tuple[int, str]:
     """How many ranks there are, and the kind of device, by what torchrun has set."""
     if "RANK" not in os.environ:
-        raise ValueError("ranks: no RANK in the environment; start every rank by torchrun")
+        raise ValueError("RANK is not set; start every rank by torchrun, as --help shows")
     return int(os.environ["WORLD_SIZE"]), "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -191,16 +202,11 @@ def _start(device: str) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
-def main() -> int:
-    words = sys.argv[1:]
-    shares_keys = words[:1] == ["--share-keys"]
-    if not words[shares_keys:]:
-        print("usage: torchrun --nproc-per-node N examples/ranks.py [--share-keys] MODEL [WORD ...]", file=sys.stderr)
-        return 2
-    name, text = words[shares_keys], " ".join(words[shares_keys + 1 :]) or "Once upon a time"
-    options = {"interleave": 1} if shares_keys else {}
+def main(asked: argparse.Namespace) -> int:
+    name, text = asked.model, " ".join(asked.words) or "Once upon a time"
+    options = {"interleave": 1} if asked.share_keys else {}
     try:
-        load = whole if shares_keys else sharded
+        load = whole if asked.share_keys else sharded
         model = load(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
         if dist.get_rank():
             OtherRank(model, **options).serve()
@@ -221,4 +227,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ASKED))

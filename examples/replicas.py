@@ -1,12 +1,14 @@
-"""One address for several replicas (serve.py): each request goes to the one with the fewest that runs.
+"""One address for several replicas (serve.py): each request goes to the one
+that has the fewest.
 
 python examples/serve.py MODEL --port 8001 &
 python examples/serve.py MODEL --port 8002 &
 python examples/replicas.py 127.0.0.1:8001 127.0.0.1:8002 --port 8000
 curl 127.0.0.1:8000/generate -d '{"prompt": "Once upon", "max_new_tokens": 20}'
 
-A replica that is gone is dropped, and what it was asked goes to another: no part of an answer was sent before. It takes
-part again once its ``/health`` answers. ``GET /health`` says which there are, and how many requests each has.
+A replica that is gone is dropped, and what it was asked goes to another: no
+part of an answer was sent before. It takes part again once its /health answers.
+GET /health says which there are, and how many requests each has.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import threading
 import time
 from typing import Any
 
+from command_line import add_address
 from serve import JsonHandler, listening
 
 AGAIN = 1.0
@@ -109,13 +112,12 @@ class Handler(JsonHandler):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("replicas", nargs="+", metavar="HOST:PORT", help="where replicas listen")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default %(default)s)")
+    add_address(parser, 8000)
     given = parser.parse_args()
     try:
         balancer = Balancer(given.replicas)
         server = listening(given.host, given.port, Handler, balancer=balancer)
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"replicas.py: {error}", file=sys.stderr)
         return 2
 

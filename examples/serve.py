@@ -1,12 +1,14 @@
-"""A replica: an engine behind HTTP, by Python's standard library. replicas.py balances several of them.
+"""A replica: an engine behind HTTP, by Python's standard library. replicas.py
+balances several of them.
 
 python examples/serve.py MODEL --port 8001
 curl 127.0.0.1:8001/generate -d '{"prompt": "Once upon", "max_new_tokens": 20}'
 
-``POST /generate`` takes ``prompt`` (a text, or token ids), ``max_new_tokens`` and, if wanted, ``temperature`` and
-``stop``; the answer is ``{"output": ...}`` once all is there, or ``{"error": ...}``. ``GET /health`` says how many
-requests there are. Requests that come at the same time run in the same steps. There is no other protection than that
-it listens on this machine alone (``--host``).
+POST /generate takes "prompt" (a text, or token ids), "max_new_tokens" and, if
+wanted, "temperature" and "stop"; the answer is {"output": ...} once all is
+there, or {"error": ...}. GET /health says how many requests there are.
+Requests that come at the same time run in the same steps. There is no other
+protection than that it listens on this machine alone (--host).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from command_line import add_address, add_model
 
 LONGEST = 1 << 24
 """Bytes of a request's body."""
@@ -140,12 +144,11 @@ def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name that transformers fetches")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8001, help="0: any that is free (default %(default)s)")
+    add_model(parser)
+    add_address(parser, 8001)
     asked = parser.parse_args()
     try:
-        # isort: split
+        import attncore.integrations.transformers  # noqa: F401, I001  (first: it says what is not installed)
         import torch
         from engine import Engine
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,7 +161,7 @@ def main() -> int:
             tokenizer = None  # prompts are token ids then
         engine = Engine(model.to("cuda" if kind else "cpu"), tokenizer=tokenizer)
         server = listening(asked.host, asked.port, Handler, engine=EngineThread(engine))
-    except (ImportError, OSError, OverflowError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"serve.py: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
         return 2
     server.serve_forever()

@@ -111,7 +111,7 @@ def _run(words: list[str], to_the_end: bool) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         print(f"attncore {__version__}")
         return 0
     if words[0] == "--print-completion":

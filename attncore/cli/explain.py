@@ -272,7 +272,7 @@ def _captured(choice: Choice | JointChoice) -> Iterator[str]:
     """What may be captured in CUDA graphs, whatever the request captures."""
     for phase, one in _by_choice(choice).items():
         level = one.spec.cuda_graph
-        yield f"{phase}cuda_graph {level}, of {', '.join(GRAPH_LEVELS)}: {GRAPH_LEVELS[level]}"
+        yield f"{phase}cuda_graph {level}: {GRAPH_LEVELS[level]} (of {', '.join(GRAPH_LEVELS)})"
 
 
 def _needs(choice: Choice | JointChoice) -> Iterator[str]:

@@ -24,6 +24,7 @@ from attncore.json_output import print_json
 from attncore.quoted import one_line, quoted
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.show import counted
+from attncore.terminal import print_lines
 
 _HIDDEN = {"gitignore": ".gitignore", "github": ".github"}
 """What is called so in a repository; in the template such names would be left out of wheels."""
@@ -45,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**words, "directory": str(args.directory), "files": files})
         return 0
-    print(
-        f"wrote {counted(len(files), 'file')} to {one_line(args.directory)}: the backend {words['name']}, which works "
-        "already"
-    )
+    where = f"{counted(len(files), 'file')} to {one_line(args.directory)}"
+    print_lines(f"wrote {where}: the backend {words['name']}, which works already")
     print("next:")
     folder = one_line(shlex.quote(str(args.directory)))
     for line in (f"cd {folder}", "pip install -e '.[test]'", "pytest", f"attncore verify {words['name']}"):

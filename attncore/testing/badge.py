@@ -1,4 +1,4 @@
-"""A row of Markdown, and a badge, of what ``python -m attncore.testing NAME --json`` has written.
+"""A row of Markdown, and a badge, of what `python -m attncore.testing NAME --json` has written.
 
 FILE is that output, `-` standard input; the rows of several files make a table of backends. The badge is an SVG of its
 own, which asks no service of anybody. pytest and torch are not imported.

@@ -302,7 +302,7 @@ def test_a_bad_argument_is_one_line(build, arguments, message):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("2>&-", 0)])
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 2), ("2>&-", 0)])
 def test_a_closed_stream_is_no_traceback(tmp_path, closed, code):
     (tmp_path / "batch.jsonl").write_text(json.dumps(EXAMPLE))
     words = f"{sys.executable} -m attncore build {'' if closed == '<&-' else 'batch.jsonl'} {closed}"

@@ -45,8 +45,8 @@ def test_the_design_documents_example(plugins, capsys):
     assert "acme (acme-attn 1.0): built for contract 2; this attncore speaks 1; install acme-attn<1\n" in out
     assert out.endswith(
         "block_size 16, kv_cache_layout NHD, kv_cache_dtype auto\n"
-        "cuda_graph uniform_decode, of never, uniform_decode, uniform, always: steps in which every request decodes "
-        "one token\n"
+        "cuda_graph uniform_decode: steps in which every request decodes one token (of never, uniform_decode, uniform, "
+        "always)\n"
     )
 
 

@@ -68,8 +68,16 @@ def test_arguments_that_are_missing_are_named(screen):
         assert screen("new-backend", *words) == (2, "", f"attncore: error: {said}\n")
 
 
-def test_the_version_has_two_names(screen):
-    assert screen("-V") == screen("--version")
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+def test_what_was_written_fits(screen, tmp_path, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = screen("new-backend", "acme", "repository", width=width)
+    assert code == 0
+    assert "the backend acme, which works already" in " ".join(out.split())
+
+
+def test_the_version_has_three_names(screen):
+    assert screen("-V") == screen("--version") == screen("version")
     assert re.fullmatch(r"attncore \d+\.\d+\.\d+\n", screen("-V")[1])
 
 
@@ -232,7 +240,9 @@ def test_a_misspelt_name_that_is_excluded_is_told(screen, caplog):
         "dtype": "float32",
         "host": attncore.Host.assume("cpu"),
     }
-    attncore.select(**fields, exclude=["refrence"])
+    with pytest.warns(UserWarning, match=r"^exclude: refrence: .* \(did you mean reference\?\)") as told:
+        attncore.select(**fields, exclude=["refrence"])
+    assert [one.filename for one in told] == [__file__]
     assert [one.getMessage()[:10] for one in caplog.records if one.levelname == "WARNING"] == ["refrence: "]
     caplog.clear()
     attncore.select(**fields, exclude=["of-another-machine", "flash"])

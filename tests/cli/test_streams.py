@@ -74,12 +74,25 @@ def test_an_error_keeps_its_code_where_nothing_can_be_said(stream, folder):
         assert subprocess.run(words, cwd=folder, check=False, **streams).returncode == 2
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("name", ["replay", "help"])
-def test_closed_streams_are_as_good_as_null_devices(name, closed, folder):
+CLOSED = "attncore: error: standard output: it is closed\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "said"), [("<&-", 0, ""), ("2>&-", 0, ""), (">&-", 2, CLOSED), ("<&- >&- 2>&-", 2, "")]
+)
+@pytest.mark.parametrize(("name", "unbuffered"), [*((name, "") for name in ("replay", "help", "list")), ("list", "1")])
+def test_closed_streams(name, unbuffered, closed, code, said, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     words = f"{sys.executable} -m attncore {' '.join(COMMANDS[name])} {closed}"
     done = subprocess.run(["sh", "-c", words], cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_a_closed_standard_output_that_nothing_is_written_to(folder):
+    words = f"{sys.executable} -m attncore absent >&-"
+    done = subprocess.run(["sh", "-c", words], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "absent" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,11 @@ def _tell(
         level = logging.WARNING if named else logging.INFO
         logged(logger, level, "%s because %s", used, _because(negotiation, chosen, apart))
     for candidate in negotiation.rejected:
-        level = logging.WARNING if _excludes_in_vain(candidate, negotiation) else logging.DEBUG
+        in_vain = _excludes_in_vain(candidate, negotiation)
         for reason in candidate.reasons:
-            logged(logger, level, "%s: %s", candidate.label, reason)
+            logged(logger, logging.WARNING if in_vain else logging.DEBUG, "%s: %s", candidate.label, reason)
+        if in_vain:
+            warnings.warn(f"exclude: {candidate.label}: {candidate.reasons[0]}", stacklevel=_level_of_caller())
     if chosen is not None and named:
         why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
         warnings.warn(
