@@ -87,6 +87,27 @@ def test_functions_that_are_taken_back_are_not_called(site):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+FORKS = "(child := os.fork()) and os.waitpid(child, 0)"
+METHOD = """
+def forks(self, *args, **kwargs):
+    found = ReferenceBackend.{name}(self, *args, **kwargs)
+    {forks}
+    return found
+Backend.{name} = forks
+"""
+
+
+@pytest.mark.parametrize("where", ["", "__init__", "impl", "allocate_kv_cache", "plan"])
+def test_a_child_that_is_forked_before_the_first_step_prints_nothing(site, tmp_path, where):
+    """Where the module is imported (""), or in a method: a second process would print a second document."""
+    steps = tmp_path / "steps.jsonl"
+    imported = METHOD.format(forks=FORKS, name=where) if where else FORKS
+    done = run(site, *REPLAY, "--json", "--save-steps", str(steps), imported=imported, factor=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
+    assert steps.exists()
+
+
 @pytest.mark.parametrize("end", ["0", "1 / 0"])
 def test_a_child_that_a_backend_forks_prints_nothing(site, tmp_path, end):
     """Nor does it move or remove a file that is being written."""
