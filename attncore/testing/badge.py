@@ -7,16 +7,16 @@ and HTML in them mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from attncore.input_files import parse_json, read_file, standard_input
 from attncore.interrupts import as_program
-from attncore.quoted import one_line, quoted_json
 from attncore.search_path import without_current_folder
-from attncore.show import markdown_cell
+
+TYPE_CHECKING = False  # an interrupt has an answer once the few modules above are imported
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 HEADERS = ("backend", "from", "attncore", "device", "supported", "unsupported", "failed")
 LABEL = "attncore kit"
@@ -66,6 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 def read_table(name: str) -> Mapping[str, Any]:
     """The kit's table in a file (``-``: standard input); UsageError that names the file where it is none."""
     from attncore.command import UsageError
+    from attncore.input_files import parse_json, read_file, standard_input
 
     try:
         data = standard_input().read(_MOST + 1) if name == "-" else read_file(name, _MOST)
@@ -83,6 +84,8 @@ def read_table(name: str) -> Mapping[str, Any]:
 
 def _problem(found: Any) -> str:
     """What is wrong with a table, empty where nothing is."""
+    from attncore.quoted import quoted_json
+
     if not isinstance(found, dict):
         return f"{quoted_json(found)} is no table of the kit"
     for field in ("backend", "distribution", "version", "attncore", "device"):
@@ -99,6 +102,9 @@ def _problem(found: Any) -> str:
 
 def row(table: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells under HEADERS, as Markdown."""
+    from attncore.quoted import one_line
+    from attncore.show import markdown_cell
+
     source = f"{table['distribution']} {table['version']}".strip()
     device = str(table.get("device_name") or table["device"])
     options = table.get("options")
@@ -111,6 +117,7 @@ def row(table: Mapping[str, Any]) -> tuple[str, ...]:
 
 def svg(table: Mapping[str, Any]) -> str:
     """The badge: how many capabilities are supported, or how many failed."""
+    from attncore.quoted import one_line
     from attncore.show import escaped
 
     failed, supported = len(_failed(table)), len(_with(table, "supported"))
@@ -137,7 +144,8 @@ def _failed(table: Mapping[str, Any]) -> list[str]:
 
 
 def _load() -> Callable[[], int]:
-    import attncore.command  # noqa: F401  loaded while an interrupt needs no answer
+    import attncore.command  # loaded while an interrupt needs no answer
+    import attncore.input_files  # noqa: F401
 
     return main
 

@@ -87,6 +87,24 @@ def test_functions_that_are_taken_back_are_not_called(site):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SWALLOWED = """
+import signal, time, weakref
+class Lock: pass
+def freed(_): os.kill(os.getpid(), signal.SIGTERM); [None for _ in range(100)]
+def swallowed():
+    lock = Lock()
+    kept = weakref.ref(lock, freed)
+    del lock
+    time.sleep(0.1)
+"""
+
+
+def test_a_signal_that_arrives_in_a_callback_ends_the_kit(site):
+    """Python, and pytest, go on after what the callback of a weak reference raises."""
+    done = run(site, *KIT, once=IN_FORWARD.format("swallowed()"), imported=SWALLOWED, factor=1)
+    assert (done.returncode, "Traceback" in done.stderr + done.stdout) == (143, False)
+
+
 FORKS = "(child := os.fork()) and os.waitpid(child, 0)"
 METHOD = """
 def forks(self, *args, **kwargs):

@@ -50,6 +50,7 @@ def conformance(
         ini.write_text("[pytest]\naddopts =\n", encoding="utf-8")
         fixed = ["-c", str(ini), "--rootdir", run_folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
         fixed += ["-p", "no:benchmark"]  # nothing is timed here, and it warns inside a worker of pytest-xdist
+        fixed += ["-p", "no:unraisableexception"]  # it would swallow an interrupt that arrives in a callback
         try:
             os.getcwd()
         except OSError:  # it has been deleted, and pytest asks for it
