@@ -6,6 +6,7 @@ nothing. What comes from outside (names of requests, texts of plugins) is shorte
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -112,6 +113,18 @@ def escaped(text: object) -> str:
     import html
 
     return html.escape(str(text))
+
+
+_MARKUP = re.compile(r"[\\`*\[\]~|]|(?<![^\W_])_|_(?![^\W_])")
+"""What Markdown reads as more than a letter, beside what HTML does; an underscore is a letter within a word."""
+
+
+def markdown_cell(text: str) -> str:
+    """A line of text as a cell of a table of Markdown, which shows it as it is.
+
+    Entities stand for what HTML reads, for not every Markdown escapes that by a backslash.
+    """
+    return _MARKUP.sub(r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def preformatted(text: str) -> str:

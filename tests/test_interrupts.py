@@ -30,6 +30,22 @@ def test_an_interrupt_is_no_traceback(program, found):
     assert run(program) == found
 
 
+EARLY = """
+import runpy, sys, attncore.interrupts
+before = {{*sys.modules}}
+attncore.interrupts.as_program = lambda load: print(*sys.modules.keys() - before) or 0
+runpy.run_module("{}", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["attncore", "attncore.testing", "attncore.testing.kit_child", "attncore.testing.badge"]
+)
+def test_little_is_imported_before_an_interrupt_has_an_answer(name):
+    done = subprocess.run([sys.executable, "-c", EARLY.format(name)], capture_output=True, text=True, check=True)
+    assert {one.partition(".")[0] for one in done.stdout.split()} == {"attncore"}
+
+
 SWALLOWED = """
 import time, weakref
 class Lock: pass

@@ -14,6 +14,7 @@ import secrets
 import shlex
 import shutil
 import stat
+import string
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -49,10 +50,24 @@ def run(args: argparse.Namespace) -> int:
     where = f"{counted(len(files), 'file')} to {one_line(args.directory)}"
     print_lines(f"wrote {where}: the backend {words['name']}, which works already")
     print("next:")
-    folder = one_line(shlex.quote(str(args.directory)))
-    for line in (f"cd {folder}", "pip install -e '.[test]'", "pytest", f"attncore verify {words['name']}"):
+    for line in (
+        f"cd {_word(args.directory)}",
+        "pip install -e '.[test]'",
+        "pytest",
+        f"attncore verify {words['name']}",
+    ):
         print(f"  {line}")
     return 0
+
+
+def _word(folder: Path) -> str:
+    """A folder as a word of a shell's line, in printable characters."""
+    text = str(folder)
+    text = f"./{text}" if text.startswith("-") else text  # no option of cd
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = (string.ascii_letters + string.digits + "/._-").encode()
+    return "$'" + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(text)) + "'"
 
 
 def names(name: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import inspect
+import os
 import re
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.abstract import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.errors import AttncoreError, PluginError
 from attncore.interrupts import raises_again
+from attncore.process_end import end_if_forked
 from attncore.quoted import describe_error, quoted, type_name
 from attncore.registry.plugins.left_as_found import Signals
 from attncore.show import counted
@@ -91,6 +93,7 @@ class _Guard:
         """Whether its code runs: what it calls of itself raises what it would raise without a guard."""
         self._streams: dict[str, Any] = {}
         self._limit = 0
+        self._process = os.getpid()
         self._signals = Signals(_SIGNALS)
 
     def call(
@@ -106,7 +109,7 @@ class _Guard:
 
         An error of which ``spared`` is true is raised as it is. Afterwards the streams of ``sys`` and the recursion
         limit are those of before the call, and timers and signals are those of before the backend: one that runs out
-        later would end the command.
+        later would end the command. A child process that it has forked ends here.
         """
         if self._inside:
             return function(*args, **kwargs)
@@ -134,6 +137,7 @@ class _Guard:
 
     def _put_back(self) -> None:
         """Has streams, recursion limit, timers and signals that end a command as they were; twice is as once."""
+        end_if_forked(self._process)
         sys.setrecursionlimit(self._limit)  # what follows calls functions
         put_streams(self._streams)
         faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it

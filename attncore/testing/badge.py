@@ -1,20 +1,22 @@
 """A row of Markdown, and a badge, of what `python -m attncore.testing NAME --json` has written.
 
 FILE is that output, `-` standard input; the rows of several files make a table of backends. The badge is an SVG of its
-own, which asks no service of anybody. pytest and torch are not imported.
+own, which asks no service of anybody. pytest and torch are not imported. Texts of FILE are shown as they are: Markdown
+and HTML in them mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from attncore.input_files import parse_json, read_file, standard_input
 from attncore.interrupts import as_program
-from attncore.quoted import one_line, quoted_json
 from attncore.search_path import without_current_folder
+
+TYPE_CHECKING = False  # an interrupt has an answer once the few modules above are imported
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 HEADERS = ("backend", "from", "attncore", "device", "supported", "unsupported", "failed")
 LABEL = "attncore kit"
@@ -46,22 +48,25 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.svg is not None and len(args.files) > 1:
         raise UsageError("--svg: a badge is of one FILE")
+    if args.files.count("-") > 1:
+        raise UsageError("FILE: '-' is given twice, and standard input can be read once")
     if args.svg is not None:
         check_written_file("--svg", args.svg, {"FILE itself": args.files[0]})
     tables = [read_table(name) for name in args.files]
-    for line in (HEADERS, ("---",) * len(HEADERS), *map(row, tables)):
-        print(f"| {' | '.join(line)} |")
-    if args.svg is not None:
+    if args.svg is not None:  # first: where it cannot be written, nothing is printed
         from attncore.replay.results.whole_file import WholeFile
 
         with WholeFile(args.svg) as file:  # whose errors name it
             file.write(svg(tables[0]))
+    for line in (HEADERS, ("---",) * len(HEADERS), *map(row, tables)):
+        print(f"| {' | '.join(line)} |")
     return 0
 
 
 def read_table(name: str) -> Mapping[str, Any]:
     """The kit's table in a file (``-``: standard input); UsageError that names the file where it is none."""
     from attncore.command import UsageError
+    from attncore.input_files import parse_json, read_file, standard_input
 
     try:
         data = standard_input().read(_MOST + 1) if name == "-" else read_file(name, _MOST)
@@ -79,6 +84,8 @@ def read_table(name: str) -> Mapping[str, Any]:
 
 def _problem(found: Any) -> str:
     """What is wrong with a table, empty where nothing is."""
+    from attncore.quoted import quoted_json
+
     if not isinstance(found, dict):
         return f"{quoted_json(found)} is no table of the kit"
     for field in ("backend", "distribution", "version", "attncore", "device"):
@@ -94,7 +101,10 @@ def _problem(found: Any) -> str:
 
 
 def row(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells under HEADERS."""
+    """The cells under HEADERS, as Markdown."""
+    from attncore.quoted import one_line
+    from attncore.show import markdown_cell
+
     source = f"{table['distribution']} {table['version']}".strip()
     device = str(table.get("device_name") or table["device"])
     options = table.get("options")
@@ -102,11 +112,12 @@ def row(table: Mapping[str, Any]) -> tuple[str, ...]:
     name = f"{table['backend']} ({given})" if given else str(table["backend"])
     states = (_with(table, "supported"), _with(table, "unsupported"), _failed(table))
     cells = (name, source, str(table["attncore"]), device, *(", ".join(names) or "-" for names in states))
-    return tuple(one_line(cell).replace("|", "\\|") for cell in cells)
+    return tuple(markdown_cell(one_line(cell)) for cell in cells)
 
 
 def svg(table: Mapping[str, Any]) -> str:
     """The badge: how many capabilities are supported, or how many failed."""
+    from attncore.quoted import one_line
     from attncore.show import escaped
 
     failed, supported = len(_failed(table)), len(_with(table, "supported"))
@@ -133,7 +144,8 @@ def _failed(table: Mapping[str, Any]) -> list[str]:
 
 
 def _load() -> Callable[[], int]:
-    import attncore.command  # noqa: F401  loaded while an interrupt needs no answer
+    import attncore.command  # loaded while an interrupt needs no answer
+    import attncore.input_files  # noqa: F401
 
     return main
 

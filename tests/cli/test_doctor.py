@@ -17,6 +17,17 @@ def attncore_doctor(host):
     return {"compiler": "none on " + host.platform}
 """
 
+WRITES = """
+import os
+
+@hookimpl
+def attncore_doctor(host):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if os.path.basename(os.path.realpath(f"/proc/self/fd/{{fd}}")) == "answers":
+            os.write(fd, {line!r}.encode() + b"\\n")
+    return {{}}
+"""
+
 
 @pytest.fixture(autouse=True)
 def clean(site, monkeypatch):
@@ -44,6 +55,37 @@ def test_a_good_plugin_is_loaded_asked_and_made(site, capsys):
     assert rows(report)["reference"]["state"] == "blocked"
     assert report["findings"] == []
     assert report["packages"]["numpy"]
+
+
+ODD = [
+    {"reasons": [{"x": 1}]}, {"reasons": 3}, {"reasons": [5]}, {"reasons": [{"code": "none", "message": "m"}]},
+    {"missing": [[]]}, {"facts": 3}, {"facts": {"a": []}}, {"phase": {}}, {"phase": []}, {"state": []},
+    {"state": "agrees"}, {"created": 7}, {"requires": [1]}, {"variables": [1]}, {"variables": {"A": None}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_answer_that_cannot_be_meant_is_a_row(site, capsys, odd):
+    """The plugin writes to a descriptor that is not its own, such as that of the answers."""
+    source = SPEC.format(name="writes", module="attn_writes", extra="") + WRITES.format(line=json.dumps(odd))
+    site.plugin("writes", source)
+    site.plugin("acme")
+    code, report = doctor(capsys, "--no-create")
+    row = rows(report)["writes"]
+    assert (code, row["state"]) == (1, "broken")
+    assert row["reasons"][-1]["message"] == (
+        "its process gave an answer that cannot be meant while its attncore_doctor ran"
+    )
+    assert rows(report)["acme"]["state"] == "loaded"
+
+
+def test_answers_that_are_lost_are_no_success(site, capsys):
+    lost = WRITES.format(line="").replace("os.write(fd, ", "os.lseek(fd, os.ftruncate(fd, 0) or 0, os.SEEK_SET); (")
+    site.plugin("lost", SPEC.format(name="lost", module="attn_lost", extra="") + lost)
+    code, report = doctor(capsys, "--no-create")
+    row = rows(report)["lost"]
+    assert (code, row["state"]) == (1, "broken")
+    assert "the process ended without an answer at its end" in row["reasons"][0]["message"]
 
 
 def test_a_plugin_that_hangs_on_import_is_a_row(site, capsys):

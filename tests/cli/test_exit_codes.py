@@ -87,6 +87,45 @@ def test_functions_that_are_taken_back_are_not_called(site):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SWALLOWED = """
+import signal, time, weakref
+class Lock: pass
+def freed(_): os.kill(os.getpid(), signal.SIGTERM); [None for _ in range(100)]
+def swallowed():
+    lock = Lock()
+    kept = weakref.ref(lock, freed)
+    del lock
+    time.sleep(0.1)
+"""
+
+
+def test_a_signal_that_arrives_in_a_callback_ends_the_kit(site):
+    """Python, and pytest, go on after what the callback of a weak reference raises."""
+    done = run(site, *KIT, once=IN_FORWARD.format("swallowed()"), imported=SWALLOWED, factor=1)
+    assert (done.returncode, "Traceback" in done.stderr + done.stdout) == (143, False)
+
+
+FORKS = "(child := os.fork()) and os.waitpid(child, 0)"
+METHOD = """
+def forks(self, *args, **kwargs):
+    found = ReferenceBackend.{name}(self, *args, **kwargs)
+    {forks}
+    return found
+Backend.{name} = forks
+"""
+
+
+@pytest.mark.parametrize("where", ["", "__init__", "impl", "allocate_kv_cache", "plan"])
+def test_a_child_that_is_forked_before_the_first_step_prints_nothing(site, tmp_path, where):
+    """Where the module is imported (""), or in a method: a second process would print a second document."""
+    steps = tmp_path / "steps.jsonl"
+    imported = METHOD.format(forks=FORKS, name=where) if where else FORKS
+    done = run(site, *REPLAY, "--json", "--save-steps", str(steps), imported=imported, factor=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
+    assert steps.exists()
+
+
 @pytest.mark.parametrize("end", ["0", "1 / 0"])
 def test_a_child_that_a_backend_forks_prints_nothing(site, tmp_path, end):
     """Nor does it move or remove a file that is being written."""

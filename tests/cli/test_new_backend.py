@@ -3,6 +3,7 @@
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -80,7 +81,21 @@ def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):
     assert main(["new-backend", "acme", str(tmp_path / "a\x1b[31m\nb")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert f"cd '{tmp_path}/a\\x1b[31m b'" in out
+    assert "\n  cd $'" in out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    "name", ["a b", "a\nb", "\x1b[31m'\"$x`", "-x", "-P", "\u00e4\u202e", os.fsdecode(b"\xff7"), "a\\b\n", "~"]
+)
+def test_the_line_that_goes_there_goes_there(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "attncore", "new-backend", "acme", "--", name], capture_output=True, check=True
+    )
+    line = next(one for one in done.stdout.splitlines() if one.startswith(b"  cd "))
+    there = subprocess.run(["bash", "-c", line + b'; printf %s "$PWD"'], capture_output=True, check=True)
+    assert there.stdout == os.fsencode(tmp_path / name)
 
 
 def test_an_empty_directory_keeps_its_mode(tmp_path, capsys):

@@ -41,6 +41,30 @@ def test_a_row_for_each_file(written, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("[a](javascript:b)", r"\[a\](javascript:b)"),
+        ("![a](http://b)", r"!\[a\](http://b)"),
+        ("&lt;b>", "&amp;lt;b&gt;"),
+        ("`a`", r"\`a\`"),
+        ("**a** ~~b~~ _c_ __d__", r"\*\*a\*\* \~\~b\~\~ \_c\_ \_\_d\_\_"),
+        ("a\\|b", r"a\\\|b"),
+        ("a\\", r"a\\"),
+        ("sliding_window", "sliding_window"),
+        ("a\n| b\x1b[31m", r"a \| b\\x1b\[31m"),
+    ],
+)
+@pytest.mark.parametrize("field", ["backend", "version", "device_name", "capability"])
+def test_texts_are_no_markdown(written, capsys, field, text, cell):
+    rows = [{"capability": text if field == "capability" else "decode", "state": "failed"}]
+    assert badge.main([written(rows=rows, **({field: text} if field != "capability" else {}))]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3
+    assert cell in shown[2]
+
+
+@pytest.mark.parametrize(
     ("states", "text", "color"),
     [
         (["supported", "supported", "unsupported"], "2 supported", "#2e7d32"),
@@ -82,7 +106,11 @@ def test_mistakes_of_the_command_line(written, capsys):
     assert badge.main(["absent.json"]) == 2
     assert capsys.readouterr().err == "attncore: error: absent.json cannot be read: No such file or directory\n"
     assert badge.main([written(), "--svg", "/dev/full"]) == 2
-    assert "attncore: error: /dev/full cannot be written: " in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "attncore: error: /dev/full cannot be written: " in err
+    assert badge.main(["-", "-"]) == 2
+    assert capsys.readouterr().err == "attncore: error: FILE: '-' is given twice, and standard input can be read once\n"
     assert badge.main([written(), written("b.json"), "--svg", "x.svg"]) == 2
     assert "--svg: a badge is of one FILE" in capsys.readouterr().err
 

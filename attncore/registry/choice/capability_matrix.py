@@ -16,6 +16,7 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.facts import feature_states, plain_facts
+from attncore.show import markdown_cell
 
 DEVICES = (
     "cpu", "cuda:sm_75", "cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_100", "cuda:sm_120",
@@ -59,11 +60,12 @@ def columns(records: Iterable[PluginRecord]) -> list[Column]:
 def markdown(records: Sequence[PluginRecord]) -> str:
     """The page: hardware, features, sizes and words, and why a feature is missing."""
     found = columns(records)
-    titles = [column.title for column in found]
+    titles = [_cell(column.title) for column in found]
     tables = {
-        "Backends": _table(("backend", "from"), [(column.title, column.label) for column in found]),
+        "Backends": _table(("backend", "from"), [(_cell(column.title), _cell(column.label)) for column in found]),
         "Hardware": _table(
-            ("device", *titles), [(device, *(_priority(one, device) for one in found)) for device in _devices(found)]
+            ("device", *titles),
+            [(_cell(device), *(_priority(one, device) for one in found)) for device in _devices(found)],
         ),
         "Features": _table(("feature", *titles), _features(found)),
         "Sizes and words": _table(("", *titles), [(name, *(_fact(one, name) for one in found)) for name in FACTS]),
@@ -113,7 +115,7 @@ def _features(found: Sequence[Column]) -> list[tuple[str, ...]]:
 
 
 def _fact(column: Column, name: str) -> str:
-    return plain_facts(column.spec).get(name, "-").partition(": ")[0]
+    return _cell(plain_facts(column.spec).get(name, "-").partition(": ")[0])
 
 
 def _why(found: Iterable[Column]) -> Iterator[tuple[str, str, str]]:
@@ -122,7 +124,7 @@ def _why(found: Iterable[Column]) -> Iterator[tuple[str, str, str]]:
     for column in found:
         for name, (state, why) in feature_states(column.spec).items():
             if state == "no":
-                titles.setdefault((column.backend, name, why), []).append(column.title)
+                titles.setdefault((column.backend, name, _cell(why)), []).append(_cell(column.title))
     for (_, name, why), of in titles.items():
         yield ", ".join(of), f"`{name}`", why
 
@@ -131,5 +133,9 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
     yield f"| {' | '.join(headers)} |"
     yield f"|{'---|' * len(headers)}"
     for row in rows:
-        cells = (one_line(cell).replace("|", "\\|") for cell in row)
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(row)} |"
+
+
+def _cell(text: str) -> str:
+    """Text of a spec or a distribution: no Markdown of its own."""
+    return markdown_cell(one_line(text))

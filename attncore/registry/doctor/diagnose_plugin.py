@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attncore.quoted import MOST, one_line
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
+from attncore.registry.spec.plain_values import MAX_ENTRIES
 
 PHASES = {
     "start": "before the plugin was loaded",
@@ -18,6 +20,14 @@ PHASES = {
     "doctor": "while its attncore_doctor ran",
     "create": "while the backend was created",
 }
+
+_KINDS = {
+    "phase": str, "state": str, "created": str, "reasons": list, "missing": list, "facts": dict, "variables": dict,
+    "requires": list,
+}  # fmt: skip
+"""The fields of an answer."""
+_STATES = ("loaded", "broken", "incompatible", "blocked", "duplicate")
+"""Of a plugin that was read."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +86,27 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
 
 
 def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Diagnosis:
+    """The diagnosis of a process that ended as ``ended`` says (empty: by itself); broken where it was not finished."""
     phase, state, reasons, facts, created = "start", "found", [], {}, ""
     missing: tuple[Reason, ...] = ()
     variables, requires = None, ()
     for answer in answers:
-        phase = answer.get("phase", phase)
-        state = answer.get("state", state)
-        reasons += [Reason(**reason) for reason in answer.get("reasons", ())]
-        facts.update(answer.get("facts", {}))
-        if "missing" in answer:
-            missing = tuple(Reason(**reason) for reason in answer["missing"])
+        try:
+            told = _checked(answer)
+        except (ValueError, TypeError):
+            ended = ended or "its process gave an answer that cannot be meant"
+            break
+        phase = told.get("phase", phase)
+        state = told.get("state", state)
+        reasons += told.get("reasons", ())
+        facts.update(told.get("facts", {}))
+        if "missing" in told:
+            missing = tuple(told["missing"])
             created = f"cannot run here: {' | '.join(map(str, missing))}" if missing else ""
-        variables = answer.get("variables", variables)
-        requires = tuple(answer.get("requires", requires))
-        created = answer.get("created", created)
-    if ended or phase != "done":
+        variables = told.get("variables", variables)
+        requires = tuple(told.get("requires", requires))
+        created = told.get("created", created)
+    if ended or phase != "done" or state == "found":
         where = PHASES.get(phase, "at its end")
         message = f"{ended or 'the process ended without an answer'} {where}"
         fix = f"update {record.distribution}, or keep it out with ATTNCORE_DISABLE_PLUGINS={record.name}"
@@ -98,3 +114,27 @@ def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Di
         state, created = "broken", ""
     found = replace(record, state=state, reasons=tuple(reasons))
     return Diagnosis(found, facts, created, missing=missing, variables=variables, requires=requires)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """One answer, read with suspicion, for code of the plugin's ran in the process; its reasons are Reasons.
+
+    ValueError or TypeError where a field is of another kind than ``child_main`` gives it, or has another state.
+    """
+    told = {name: answer[name] for name in _KINDS if name in answer}
+    if not all(isinstance(value, _KINDS[name]) for name, value in told.items()):
+        raise TypeError
+    if told.get("state", _STATES[0]) not in _STATES:
+        raise ValueError
+    for name in ("reasons", "missing"):
+        if name in told:
+            told[name] = [Reason(**reason) for reason in told[name][:MAX_ENTRIES]]
+    texts = [*told.get("facts", {}).values(), *told.get("variables", {}).values(), *told.get("requires", ())]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    for name in ("phase", "created"):
+        if name in told:
+            told[name] = one_line(told[name])
+    if "facts" in told:
+        told["facts"] = {one_line(key, MOST): one_line(value, MOST) for key, value in told["facts"].items()}
+    return told

@@ -126,9 +126,17 @@ class ReportCatcher:
         self._journal = journal
         self._process = os.getpid()
         self._session: pytest.Session | None = None
+        self._unraisable = sys.unraisablehook
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
+        ours, pytests = self._unraisable, sys.unraisablehook
+
+        def unraisable(told: sys.UnraisableHookArgs) -> None:
+            """An interrupt that arrives in a callback, which pytest would make a warning of."""
+            (ours if isinstance(told.exc_value, KeyboardInterrupt) else pytests)(told)
+
+        sys.unraisablehook = unraisable
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not self.uncollected:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from attncore._version import __version__
 from attncore.quoted import json_value
+from attncore.show import markdown_cell
 
 STATES = ("failed", "expected failure", "not run", "supported", "unsupported")
 """Of a row, the worst first: some test failed; some failed as its author expects; some waits for the plainest steps to
@@ -92,8 +93,8 @@ class Report:
         for row in self.rows():
             ran = row["passed"] + row["failed"] + row["expected_failures"]
             count = f"{row['passed']} of {ran}" if ran else "-"
-            reason = " ".join(row["reason"].split()).replace("|", "\\|")
-            lines.append(f"| {row['capability']} | {row['state']} | {count} | {reason[:200]} |")
+            reason = markdown_cell(" ".join(row["reason"].split())[:200])
+            lines.append(f"| {row['capability']} | {row['state']} | {count} | {reason} |")
         return "\n".join(lines)
 
 
