@@ -273,6 +273,18 @@ def test_what_a_builder_of_trees_cannot_be_made_with():
         MetadataBuilder(hybrid, decode_threshold=4, **common)
 
 
+@pytest.mark.parametrize("options", [{}, {"bucket": 2}, {"scheduled": {}}])
+def test_a_builder_without_trees_says_so_on_each_path(kernels, options):
+    """Steps of the same requests as the last one's are built by a shorter path."""
+    batch, builder = started(kernels, trees=False)
+    builder.capture(2)
+    for _ in range(2):
+        builder.build(bucket=options.get("bucket"))
+        with pytest.raises(ValueError, match=r"^trees: this builder was made without draft_trees"):
+            builder.build(**options, trees={"a": [-1]})
+    assert [batch.num_computed_tokens(name) for name in "ab"] == [7, 4]
+
+
 def test_an_engines_field_may_not_take_the_name():
     _, builder = started(trees=False)
     with pytest.raises(ValueError, match=r"^name: 'tree_mask' is not a free name"):
