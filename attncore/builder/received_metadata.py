@@ -10,9 +10,18 @@ import numpy as np
 from attncore import arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder import slices
-from attncore.builder.blocks.draft_trees import MOST_TOKENS
 from attncore.builder.checked_backend import check_backend
-from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
+from attncore.builder.fields import (
+    ARRAYS,
+    BROADCAST,
+    COUNTS,
+    DERIVED,
+    ENCODER_ARRAYS,
+    FIELDS,
+    MOST_TREE_TOKENS,
+    ORDER,
+    Length,
+)
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.needed_fields import check_needed_fields
 from attncore.builder.rank_drafts import refuse_rank_drafts
@@ -191,7 +200,7 @@ def _check_trees(host: Any) -> None:
     first = starts[np.searchsorted(starts, tokens, side="right") - 1].astype(np.int64)
     bits, own = np.asarray(masks).view(np.uint64), tokens - first
     last = bits >> np.minimum(own, 63).astype(np.uint64)
-    fits = (own < MOST_TOKENS) & (last == 1) & (bits & np.uint64(1) == 1)
+    fits = (own < MOST_TREE_TOKENS) & (last == 1) & (bits & np.uint64(1) == 1)
     wrong = np.flatnonzero(np.where(masks[np.minimum(first, len(masks) - 1)] != 0, ~fits, bits != 0))
     if len(wrong):
         raise ValueError(
