@@ -47,7 +47,7 @@ class TakesPrompts:
             decode = functools.partial(self.tokenizer.decode, **how)
             stop = (self.tokenizer.eos_token_id,) if stop is None and self.tokenizer.eos_token_id is not None else stop
             prompt = self.tokenizer.encode(prompt)
-        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop or ())
+        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", () if stop is None else stop)
         max_new_tokens = integer("max_new_tokens", max_new_tokens, -INT32_MAX)
         longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:

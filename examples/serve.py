@@ -7,8 +7,9 @@ curl 127.0.0.1:8001/generate -d '{"prompt": "Once upon", "max_new_tokens": 20}'
 POST /generate takes "prompt" (a text, or token ids), "max_new_tokens" and, if
 wanted, "temperature" and "stop"; the answer is {"output": ...} once all is
 there, or {"error": ...}. GET /health says how many requests there are.
-Requests that come at the same time run in the same steps. There is no other
-protection than that it listens on this machine alone (--host).
+Requests that come at the same time run in the same steps. What was asked by
+somebody who has gone is forgotten. There is no other protection than that it
+listens on this machine alone (--host).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import json
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,6 +32,8 @@ from command_line import add_address, add_model
 
 LONGEST = 1 << 24
 """Bytes of a request's body."""
+PATIENCE = 0.5
+"""Seconds after which a thread that waits for an answer looks whether who asked is still there."""
 
 
 class EngineThread:
@@ -40,13 +45,19 @@ class EngineThread:
     def __init__(self, engine: Any) -> None:
         self.engine, self.finished = engine, 0
         self.running: dict[Any, Future[Any]] = {}
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Any]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Future[Any] | None, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def complete(self, **asked: Any) -> Any:
-        """The output of a prompt: token ids, or text. ValueError or TypeError where it can never run."""
+    def complete(self, gone: Callable[[], bool] = lambda: False, **asked: Any) -> Any:
+        """The output of a prompt: token ids, or text. ValueError or TypeError where it can never run.
+
+        ConnectionAbortedError, and its blocks are given back, where ``gone`` says that nobody waits for it."""
         request, answer = self.engine.request(**asked), Future[Any]()
         self._asked.put((answer, request))
+        while not wait([answer], PATIENCE).done:
+            if gone():
+                self._asked.put((None, request))
+                raise ConnectionAbortedError("who asked has gone")
         answer.result()
         return request.output if request.decode is None else "".join(request.news())
 
@@ -61,11 +72,14 @@ class EngineThread:
             os._exit(1)
 
     def _take(self) -> None:
-        """Queues what was asked meanwhile; waits for it where nothing runs."""
+        """Queues what was asked meanwhile, and forgets what nobody waits for; waits where nothing runs."""
         while not self.running or not self._asked.empty():
             answer, request = self._asked.get()
-            self.engine.waiting.append(request)
-            self.running[request] = answer
+            if answer is not None:
+                self.engine.waiting.append(request)
+                self.running[request] = answer
+            elif self.running.pop(request, None) is not None:  # else it has finished meanwhile
+                self.engine.cancel(request)
 
     def _answer(self, request: Any) -> None:
         answer, self.finished = self.running.pop(request), self.finished + 1
@@ -131,7 +145,16 @@ class Handler(JsonHandler):
             raise ValueError('body: give {"prompt": ..., "max_new_tokens": ...}')
         if strange := asked.keys() - {"prompt", "max_new_tokens", "temperature", "stop"}:
             raise ValueError(f"{min(strange)[:40]}: no such field; there are temperature and stop")
-        return {"output": self.engine.complete(**asked)}
+        return {"output": self.engine.complete(self._gone, **asked)}
+
+    def _gone(self) -> bool:
+        """Whether who asked has closed the connection, or its half of it."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -> ThreadingHTTPServer:

@@ -29,6 +29,8 @@ GROUPS = {
 
 class Batches(RequestRules, StepRules, RuleBasedStateMachine):
     kernels = "cython"
+    more_drafts = None
+    """Drafts beyond those of ``threshold``, of a builder that takes draft trees; None: it takes none."""
 
     @initialize(
         groups_of=st.sampled_from(["one", "ranks of groups", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]),
@@ -37,6 +39,8 @@ class Batches(RequestRules, StepRules, RuleBasedStateMachine):
         transport=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
     )  # fmt: skip
     def start(self, groups_of, block_size, depth, planned, threshold, world, transport, pad_seq_len, data):
+        if self.more_drafts is not None:
+            threshold, world = threshold + self.more_drafts, 1
         self.usual = [(module, name, getattr(module, name)) for module, name, _ in ENTRIES]
         for module, name, few in ENTRIES:
             setattr(module, name, few)
@@ -62,6 +66,7 @@ class Batches(RequestRules, StepRules, RuleBasedStateMachine):
             self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth,
             transport=self.transports[transport],
             max_num_encoder_tokens=MAX_REQS * MAX_ENCODER, decode_threshold=threshold, context_parallel=self.ranks,
+            draft_trees=self.more_drafts is not None,
         )  # fmt: skip
         self.builder._backends.pad_seq_len = self.pad_seq_len = pad_seq_len
         self.plan_fails, self.planned = False, planned
@@ -76,7 +81,7 @@ class Batches(RequestRules, StepRules, RuleBasedStateMachine):
         self.captured = {}
         self.addresses = {}
         for size in sorted(data.draw(st.sets(st.sampled_from([1, 3, MAX_REQS]))), reverse=True):
-            self.capture(size, data.draw(st.integers(1, threshold)))
+            self.capture(size, data.draw(st.integers(1, min(threshold, MAX_TOKENS // size))))
         for _ in range(data.draw(st.integers(0, MAX_REQS))):
             self.add(data, data.draw(st.integers(0, MAX_LEN - 8)), 1, data.draw(st.integers(0, 20)))
 

@@ -10,9 +10,12 @@ def address_of(array):
 
 
 class StepChecks(Model):
+    trees = None
+    """The parents of the drafts of each row of the step that is looked at; None: a builder without draft trees."""
+
     def step(self, scheduled, bucket=None):
         queries = {n: scheduled.get(n, 0 if r.paused else 1) for n, r in self.requests.items()}
-        metadata = self.builder.build(scheduled, bucket=bucket)
+        metadata = self.built(scheduled, bucket)
         if bucket is not None:
             self.run(bucket, metadata)
         for i, j in metadata.moves:
@@ -26,6 +29,9 @@ class StepChecks(Model):
         for name in running:
             self.requests[name].computed += queries[name]
             self.requests[name].encoded = True
+
+    def built(self, scheduled, bucket):
+        return self.builder.build(scheduled, bucket=bucket)
 
     def check(self, metadata, running, bucket):
         encoder = {}
@@ -50,6 +56,8 @@ class StepChecks(Model):
             expected = oracles.rank_step(rows, *own, self.threshold)
         else:
             expected = oracles.persistent_step(rows, size, self.threshold)
+            if self.trees is not None:
+                expected |= oracles.tree_fields(rows, self.trees)
         if bucket is not None and not group.cross:
             expected = oracles.padded(expected | encoder, bucket, self.captured[bucket], self.pad_seq_len)
         elif bucket is None:
@@ -75,11 +83,18 @@ class StepChecks(Model):
     def check_views(self, metadata, rows, block_size):
         decodes = [row for row in rows if row[2] <= self.threshold]
         prefills = rows[len(decodes) :]
-        for part, view in ((decodes, metadata.decode_metadata), (prefills, metadata.prefill_metadata)):
+        trees = [None] * len(rows) if self.trees is None else self.trees
+        for part, view, of_part in (
+            (decodes, metadata.decode_metadata, trees[: len(decodes)]),
+            (prefills, metadata.prefill_metadata, trees[len(decodes) :]),
+        ):
             if not part:
                 assert view is None
                 continue
-            for name, expected in oracles.persistent_step(part, block_size, self.threshold).items():
+            fields = oracles.persistent_step(part, block_size, self.threshold)
+            if self.trees is not None:
+                fields |= oracles.tree_fields(part, of_part)
+            for name, expected in fields.items():
                 for value in (getattr(view, name), getattr(view.host, name, None)):
                     if value is not None:
                         assert (value.tolist() if hasattr(value, "tolist") else value) == expected, name

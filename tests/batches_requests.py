@@ -91,7 +91,11 @@ class RequestRules(Model):
             return
         (block,) = self.fresh(1)
         assert self.batch.replace_block(name, index, block, group.name) == blocks[index]
+        self.replaced(group, blocks[index], block)
         blocks[index] = block
+
+    def replaced(self, group, old, new):
+        """What an engine does with a block that was written on, in ``group``."""
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(0, 60))

@@ -43,6 +43,23 @@ def persistent_step(rows, block_size, threshold=1):
     }
 
 
+def tree_fields(rows, trees):
+    """``tree_mask`` and ``positions`` of a persistent step; trees: the parents of each row's drafts, None: no tree."""
+    masks, positions = [], []
+    for (_, computed, query_len), parents in zip(rows, trees, strict=True):
+        if parents is None:
+            masks += [0] * query_len
+            positions += range(computed, computed + query_len)
+            continue
+        seen = [{0}]  # by token: itself and its ancestors; the root is token 0
+        for draft, parent in enumerate(parents):
+            seen.append(seen[parent + 1] | {draft + 1})
+        positions += [computed + len(tokens) - 1 for tokens in seen]
+        unsigned = [sum(2**token for token in tokens) for tokens in seen]
+        masks += [mask - 2**64 if mask >= 2**63 else mask for mask in unsigned]
+    return {"tree_mask": masks, "positions": positions}
+
+
 def lengths(tables, lens, block_size, num_decodes):
     """What follows from lengths and blocks alone."""
     return {
@@ -95,8 +112,8 @@ def persistent_encoder(rows, block_size):
 
 
 PADDED_WITH = {"positions": 0, "context_lens": 0, "query_lens": 0, "logits_indices": 0,
-               "paged_kv_last_page_len": 0, "slot_mapping": PAD, "encoder_query_lens": 0}  # fmt: skip
-PER_TOKEN = ("positions", "slot_mapping", "token_to_req_indices")
+               "paged_kv_last_page_len": 0, "slot_mapping": PAD, "encoder_query_lens": 0, "tree_mask": 0}  # fmt: skip
+PER_TOKEN = ("positions", "slot_mapping", "token_to_req_indices", "tree_mask")
 
 
 def padded(fields, num_reqs, query_len, pad_seq_len):

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from attncore import BackendConfig
+from attncore import AttentionBackend, BackendConfig
 from attncore.ops.move_slots import move_slots
 from attncore.reference import ReferenceBackend
 
 BLOCKS, BLOCK = 5, 4
 MOVES = [[7, 6], [9, 7], [18, 8], [6, 9]]
 """A slot is left and filled, two change places through a third, and one move crosses blocks."""
+CHAIN = [[1, 2], [2, 3], [3, 1]]
+"""The same of blocks."""
 CONFIGS = {
     "NHD": {},
     "HND": {"kv_cache_layout": "HND"},
@@ -54,6 +56,48 @@ def test_tokens_of_every_layer_move(config, kind):
     for cache in caches:
         for found, wanted in zip(rows(backend, cache), map(moved, before), strict=True):
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_cache_that_layers_have_together_moves_once(config):
+    """Moves and copies in a chain, whose second turn would go on from where the first one has written."""
+    backend = made(**config)
+    for copies in (False, True):
+        cache = filled(backend)
+        before = [view.clone() for view in backend.kv_cache_views(cache)] if copies else rows(backend, cache)
+        layers = [cache, cache.view(cache.shape)]
+        if copies:
+            backend.copy_blocks(layers, CHAIN)
+        else:
+            backend.move_slots(layers, MOVES)
+        found = backend.kv_cache_views(cache) if copies else rows(backend, cache)
+        for one, wanted in zip(found, before, strict=True):
+            assert torch.equal(one.float(), moved(wanted, CHAIN if copies else MOVES).float())
+
+
+class OfPairs(ReferenceBackend):
+    """A vendor's: blocks are copied by the base class, which takes pairs of a latent cache, too."""
+
+    copy_blocks, swap_blocks = AttentionBackend.copy_blocks, AttentionBackend.swap_blocks
+
+    def kv_cache_views(self, kv_cache):
+        return kv_cache if isinstance(kv_cache, tuple) else super().kv_cache_views(kv_cache)
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, OfPairs])
+@pytest.mark.parametrize("config", ["NHD", "latent"])
+def test_blocks_of_a_pair_are_read_before_any_is_written(config, kind):
+    """The values of a latent cache are columns of its keys."""
+    backend = kind(made(**CONFIGS[config]).config)
+    for copies in (False, True):
+        pair = backend.kv_cache_views(filled(backend))
+        before = [view.clone() for view in pair]
+        if copies:
+            backend.copy_blocks([pair, pair], CHAIN)
+        else:
+            backend.swap_blocks(pair, pair, CHAIN)
+        for view, old in zip(pair, before, strict=True):
+            assert torch.equal(view, moved(old, CHAIN))
 
 
 def test_a_pair_of_strided_views_moves_and_nothing_beside_it():

@@ -28,6 +28,7 @@ class DeviceView(CommonAttentionMetadata):
         values = dict(vars(view))
         super().__init__(values.pop("host"), values.pop("_wrap"), **values)
         self._whole, self._rows, self._tokens = whole, slice(first, last), slice(start, stop)
+        whole._give_states(self, first, last)  # which say whether a row has a state by the view's lengths
 
     if not TYPE_CHECKING:
 

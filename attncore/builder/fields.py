@@ -113,6 +113,8 @@ class Field(NamedTuple):
 _CROSS = Builders("cross group", "encoder/decoder")
 _PAGED = Builders("yes", "`flashinfer`")
 _OF_VIEWS = Builders("views", "")
+MOST_TREE_TOKENS = 64
+"""Tokens of a draft tree, the root included: the bits of ``tree_mask``."""
 _OF_TREES = Builders("`draft_trees`", "")
 
 _FIELDS = (

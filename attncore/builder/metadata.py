@@ -297,7 +297,15 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         if maps := self.placeholder_maps:
             parts = {name: one.of_tokens(start, stop, first) for name, one in maps.items()}
             values_of_view["_placeholder_maps"] = {name: one for name, one in parts.items() if len(one.token_indices)}
-        return (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
+        view = (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
+        self._give_states(view, first, last)
+        return view
+
+    def _give_states(self, view: CommonAttentionMetadata, first: int, last: int) -> None:
+        """Gives a view of rows first:last the states of these, where the step has groups of states."""
+        if (states := vars(self).get("states")) is not None:
+            of_rows = {name: of_group.of_rows(view, first, last) for name, of_group in states.items()}
+            vars(view)["states"] = MappingProxyType(of_rows)
 
 
 def check_metadata(name: str, metadata: Any) -> None:

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from attncore import arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder import slices
 from attncore.builder.checked_backend import check_backend
-from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
+from attncore.builder.fields import (
+    ARRAYS,
+    BROADCAST,
+    COUNTS,
+    DERIVED,
+    ENCODER_ARRAYS,
+    FIELDS,
+    MOST_TREE_TOKENS,
+    ORDER,
+    Length,
+)
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.needed_fields import check_needed_fields
 from attncore.builder.rank_drafts import refuse_rank_drafts
@@ -25,10 +37,10 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
     device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
     the field where it is unknown or no such count, where an array's length is not that of the counts, where starts
-    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, and where indices
-    (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step; ValueError for a missing
-    count, and for a missing field that the backend's spec declares (``backend.check_metadata``),
-    and for drafts on a rank.
+    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, where indices
+    (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step, and where masks
+    (``tree_mask``) are of no trees; ValueError for a missing count, and for a missing field that the backend's spec
+    declares (``backend.check_metadata``), and for drafts on a rank.
 
     That block ids, slots and lengths are those of a cache and of its table is the caller's to know: no cache is known
     here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
@@ -58,6 +70,7 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     _check_lengths(host, values)
     _check_starts(host, values["num_tokens"])
     _check_indices(host, values["num_tokens"], values["num_reqs"])
+    _check_trees(host)
     metadata = kind(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
         check_needed_fields(metadata, backend)
@@ -174,3 +187,23 @@ def _check_indices(host: Any, num_tokens: int, num_reqs: int) -> None:
         wrong = found[(found < least) | (found >= count)]
         if len(wrong):
             raise ValueError(f"fields[{name!r}]: {wrong[0]} found, but there are {count} {what}")
+
+
+def _check_trees(host: Any) -> None:
+    """ValueError where the mask of a token has not the token itself as its last and the root as its first, or other
+    tokens of its request have none.
+    """
+    masks, starts = host.peek("tree_mask"), host.peek("query_start_loc")
+    if masks is None or starts is None or not masks.any():
+        return
+    tokens = np.arange(len(masks))
+    first = starts[np.searchsorted(starts, tokens, side="right") - 1].astype(np.int64)
+    bits, own = np.asarray(masks).view(np.uint64), tokens - first
+    last = bits >> np.minimum(own, 63).astype(np.uint64)
+    fits = (own < MOST_TREE_TOKENS) & (last == 1) & (bits & np.uint64(1) == 1)
+    wrong = np.flatnonzero(np.where(masks[np.minimum(first, len(masks) - 1)] != 0, ~fits, bits != 0))
+    if len(wrong):
+        raise ValueError(
+            f"fields['tree_mask']: {masks[wrong[0]]} of token {wrong[0]}, which is {own[wrong[0]]} of its request; a "
+            "draft tree's tokens have a bit for the root, some before them and themselves, all other requests' 0"
+        )

@@ -32,6 +32,7 @@ from attncore.ops.cache_writer_checks import (
     check_slots,
     check_tensors,
 )
+from attncore.ops.distinct_caches import distinct_caches
 from attncore.ops.written_tensor import check_strided, check_written, overwrites
 from attncore.quoted import quoted
 from attncore.show import counted
@@ -310,23 +311,24 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     """Copy whole blocks inside each cache: ``block_pairs`` is ``(n, 2)``, source and destination (for copy-on-write).
 
     One cache or one for each layer, in place. All sources are read before anything is written, so a chain such as
-    ``[(1, 2), (2, 3)]`` moves the old content of both. ``block_dim`` says which dimension counts blocks where keys and
-    values are stacked in one tensor; in other caches it is the first. A block id outside the cache, or a destination
-    named twice is a ValueError. Pairs on a GPU are brought back to be checked.
+    ``[(1, 2), (2, 3)]`` moves the old content of both; in a cache that several layers have, once. ``block_dim`` says
+    which dimension counts blocks where keys and values are stacked in one tensor; in other caches it is the first. A
+    block id outside the cache, or a destination named twice is a ValueError. Pairs on a GPU are brought back to be
+    checked.
     """
     block_dim = integer("block_dim", block_dim, 0)
     if not isinstance(kv_caches, Iterable):
         raise ValueError(f"kv_caches: {type(kv_caches).__name__} found; give the cache of each layer")
-    caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
-    parts = [part for cache in caches for part in _parts("kv_caches", cache, block_dim)]
+    caches = [kv_caches] if isinstance(kv_caches, Tensor) else distinct_caches(kv_caches)
+    layers = [_parts("kv_caches", cache, block_dim) for cache in caches]
+    parts = [part for layer in layers for part in layer]
     if not parts:
         return
     for part in parts:
         check_written("kv_caches", part)
     pairs = _checked_pairs(block_pairs, *(min(part.shape[0] for part in parts),) * 2)
-    for part in map(as_indexed, parts):
-        source, target = _indices(pairs, part, part)
-        part[target] = part[source]
+    for layer in layers:
+        _copy(layer, layer, pairs)
 
 
 def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: int = 1) -> None:
@@ -347,9 +349,15 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
         check_strided("source", a)
         check_written("target", b)
     pairs = _checked_pairs(block_pairs, sources[0].shape[0], targets[0].shape[0])
-    for a, b in zip(sources, targets, strict=True):
-        from_ids, to_ids = _indices(pairs, a, b)
-        as_indexed(b)[to_ids] = as_indexed(a)[from_ids].to(b.device)
+    _copy(sources, targets, pairs)
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor], pairs: NDArray[np.int64]) -> None:
+    """Copies blocks of each part. Values may be a part of the keys: all are read before any is written."""
+    ids = [_indices(pairs, source, target) for source, target in zip(sources, targets, strict=True)]
+    blocks = [as_indexed(source)[from_ids] for source, (from_ids, _) in zip(sources, ids, strict=True)]
+    for target, (_, to_ids), chosen in zip(targets, ids, blocks, strict=True):
+        as_indexed(target)[to_ids] = chosen.to(target.device)
 
 
 def _parts(name: str, cache: Caches, block_dim: int) -> list[Tensor]:

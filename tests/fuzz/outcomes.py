@@ -9,7 +9,9 @@ from attncore.errors import AttncoreError
 
 NAMED = re.compile(r"[\w -]+[\w.\[\]'-]*: ")
 
-BROKEN = re.compile(r"too many values to unpack|__len__\(\) should return|index-sized integer")
+BROKEN = re.compile(
+    r"too many values to unpack|__len__\(\) should return|index-sized integer|dictionary update sequence"
+)
 """Python's own words for an object that breaks a protocol; a mapping whose items are no pairs, a length below 0."""
 ADDRESS = re.compile(r"at 0x[0-9a-f]+")
 

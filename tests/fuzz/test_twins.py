@@ -5,7 +5,7 @@ A refused call changes nothing, whatever the object did while it was read, and a
 
 import oracles
 from fuzz.budget import examples
-from fuzz.hostile import Recipe, integers, mappings, mostly, names, sequences
+from fuzz.hostile import Recipe, fixed, integers, mappings, mostly, names, sequences
 from fuzz.outcomes import outcome, plain
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -28,16 +28,23 @@ row = mostly(st.integers(0, MAX_REQS), integers)
 ids = mostly(st.lists(st.integers(1, NUM_BLOCKS - 1), max_size=7), sequences)
 long_ids = mostly(st.lists(st.integers(1, NUM_BLOCKS - 1), min_size=7, max_size=12), sequences)
 scheduled = mostly(st.dictionaries(st.sampled_from(KNOWN), st.integers(0, 5)), st.sampled_from(mappings("r0")))
+parents = mostly(st.lists(st.integers(-1, 1), max_size=4), sequences)
+trees = mostly(
+    st.dictionaries(st.sampled_from(KNOWN), st.lists(st.sampled_from([-1, -1, 0]), max_size=2), max_size=2),
+    st.sampled_from(mappings("r0")),
+)
 FIELD_NAMES = ("num_reqs", "num_tokens", "num_decodes", "max_seq_len", "max_query_len", "req_ids", "moves")
 
 
 class Side:
     """One implementation: its batch, its builder, and what it holds as plain values."""
 
-    def __init__(self, kernels, groups, block_size):
+    def __init__(self, kernels, groups, block_size, draft_trees):
         own = {"groups": groups} if groups else {"block_size": block_size, "num_blocks": NUM_BLOCKS}
         self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=kernels, **own)
-        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_TOKENS, decode_threshold=3)
+        self.builder = MetadataBuilder(
+            self.batch, max_num_batched_tokens=MAX_TOKENS, decode_threshold=3, draft_trees=draft_trees
+        )
         self.groups, self.changed_inside = groups, False
 
     def state(self):
@@ -45,7 +52,9 @@ class Side:
         tables = [(table._lengths[codes.NUM_BLOCKS].tobytes(), table.array.tobytes()) for table in core.tables.values()]
         order = core.order
         rows = [*map(repr, order.req_ids)], sorted(order.holes), sorted(order.paused), sorted(order.row_of.values())
-        return core.lengths.tobytes(), tables, rows, core.state.num_rows
+        trees = self.builder._trees
+        ran = {} if trees is None else {name: plain(tuple(tree)) for name, tree in trees._ran.items()}
+        return core.lengths.tobytes(), tables, rows, core.state.num_rows, repr(ran), trees and repr(trees._given)
 
     def again(self):
         """Called by an object while it is read: the batch refuses to be changed, unless it was not entered yet."""
@@ -64,16 +73,19 @@ class Side:
         if self.groups is None and not given.get("bucket") and not self.changed_inside:
             runs = [self.batch.num_computed_tokens(one) - before[one][1] for one in metadata.req_ids]
             rows = [(*before[one], run) for one, run in zip(metadata.req_ids, runs, strict=True)]
-            for field, expected in oracles.persistent_step(rows, self.batch.block_size, 3).items():
+            whole = oracles.persistent_step(rows, self.batch.block_size, 3)
+            if given.get("trees") is not None:
+                del whole["positions"]  # by depth; tests/batches_trees.py looks at them
+            for field, expected in whole.items():
                 value = getattr(metadata, field)
                 assert (value.tolist() if hasattr(value, "tolist") else value) == expected, field
         return fields | {field: repr(getattr(metadata, field)) for field in FIELD_NAMES}
 
 
 class Twins(RuleBasedStateMachine):
-    @initialize(groups=st.sampled_from(sorted(GROUPS)), block_size=st.sampled_from([1, 3, 4]))
-    def start(self, groups, block_size):
-        self.sides = [Side(kernels, GROUPS[groups], block_size) for kernels in ("cython", "numba")]
+    @initialize(groups=st.sampled_from(sorted(GROUPS)), block_size=st.sampled_from([1, 3, 4]), trees=st.booleans())
+    def start(self, groups, block_size, trees):
+        self.sides = [Side(kernels, GROUPS[groups], block_size, trees) for kernels in ("cython", "numba")]
         self.groups = [group.name for group in GROUPS[groups] or ()]
 
     def both(self, method, *recipes, **named):
@@ -146,6 +158,27 @@ class Twins(RuleBasedStateMachine):
     @rule(query_len=few)
     def build_all(self, query_len):
         self.both("step", query_len=query_len)
+
+    @rule(given=trees, scheduled=st.one_of(st.just(fixed({})), scheduled))
+    def build_trees(self, given, scheduled):
+        self.both("step", scheduled=scheduled, trees=given)
+
+    @rule(name=st.sampled_from(KNOWN), parents=parents)
+    def build_a_tree(self, name, parents):
+        given = Recipe(f"{{{name}: {parents}}}", lambda call: {name: parents(call)})
+        self.both("step", trees=given)
+
+    @rule(given=trees)
+    def keep_paths(self, given):
+        for side in self.sides:
+            side.keep = side.builder.keep_paths
+        self.both("keep", given)
+
+    @rule(name=st.sampled_from(KNOWN), path=parents)
+    def keep_a_path(self, name, path):
+        for side in self.sides:
+            side.keep = side.builder.keep_paths
+        self.both("keep", Recipe(f"{{{name}: {path}}}", lambda call: {name: path(call)}))
 
     @rule(size=few, query_len=few)
     def capture(self, size, query_len):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -111,6 +112,7 @@ def test_text_is_answered_with_text(served):
         ({"prompt": [999], "max_new_tokens": 1}, "prompt: token 999 is outside 0..256"),
         ({"prompt": [3]}, 'body: give {"prompt": ..., "max_new_tokens": ...}'),
         ({"prompt": [3], "max_new_tokens": "two"}, "max_new_tokens: 'two'"),
+        ({"prompt": [3], "max_new_tokens": 1, "stop": 0}, "stop: 'int' object is not iterable; give a list of token"),
         ({"prompt": [3], "max_new_tokens": 1, "colour": 1}, "colour: no such field; there are temperature and stop"),
     ],
 )
@@ -152,6 +154,44 @@ def test_a_request_that_fails_alone_is_told_so(served, monkeypatch):
         bad, good = pool.map(lambda token: post(address, prompt=[token], max_new_tokens=4), (77, 3))
     assert bad == (500, {"error": "the request's step failed: the model failed"})
     assert good[0] == 200
+
+
+@pytest.mark.parametrize("leaves", ["closes", "resets"])
+def test_a_client_that_leaves_has_its_request_forgotten(served, monkeypatch, leaves):
+    """Its blocks are free again, long before its last token."""
+    address, engine = served
+    inner, began, goes_on = engine._forward, threading.Event(), threading.Event()
+
+    def forward(metadata):
+        began.set()
+        assert goes_on.wait(20)
+        return inner(metadata)
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    monkeypatch.setattr("serve.PATIENCE", 0.01)
+    gone, looks = threading.Event(), Handler._gone
+
+    def look(handler):
+        if found := looks(handler):
+            gone.set()
+        return found
+
+    monkeypatch.setattr(Handler, "_gone", look)
+    host, _, port = address.rpartition(":")
+    body = json.dumps({"prompt": [3, 4], "max_new_tokens": engine.max_model_len - 2}).encode()
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert began.wait(20)
+        if leaves == "resets":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert gone.wait(20)
+    time.sleep(0.05)  # the thread that looked says so to the engine's
+    goes_on.set()
+    while health(address)["running"]:
+        time.sleep(0.001)
+    assert health(address) == {"running": 0, "finished": 0}
+    assert engine.pool.num_free == engine.num_blocks - 1
+    assert post(address, prompt=[3], max_new_tokens=2)[0] == 200
 
 
 class Tokenizer:

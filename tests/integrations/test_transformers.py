@@ -16,7 +16,9 @@ from attncore.integrations.transformers import (  # noqa: E402
     attention_layers,
     attncore_context,
     paged_caches,
+    recurrent_layers,
     select_for_model,
+    use_latent_caches,
 )
 from attncore.integrations.transformers.attention_interface import using_attncore  # noqa: E402
 
@@ -424,3 +426,18 @@ def test_a_model_that_attends_by_another_implementation_is_refused():
     with pytest.raises(RuntimeError, match=r"attend by 'sdpa'.*call model\.set_attn_implementation\('attncore'\)"):
         with attncore_context(metadata, rows.caches):
             pytest.fail("the context was entered")
+
+
+@pytest.mark.parametrize("ask", [attention_layers, select_for_model, recurrent_layers, use_latent_caches])
+@pytest.mark.parametrize("kind", ["None", "configuration", "class"])
+def test_what_is_no_model_is_named(ask, kind):
+    model = decoder("llama")
+    given = {"None": None, "configuration": model.config, "class": type(model)}[kind]
+    with pytest.raises(TypeError, match=r"^model: (a|the class) \w+ found; give a model of transformers"):
+        ask(given)
+
+
+@pytest.mark.parametrize("ask", [attention_layers, select_for_model])
+def test_a_module_without_a_configuration_is_named(ask):
+    with pytest.raises(TypeError, match=r"^model: 'Linear' has no config; give a model of transformers"):
+        ask(torch.nn.Linear(2, 2))

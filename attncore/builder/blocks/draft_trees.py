@@ -13,10 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.array_arguments import as_array
+from attncore.builder.fields import MOST_TREE_TOKENS
 from attncore.show import counted
-
-MOST_TOKENS = 64
-"""Tokens of a tree, the root included: the bits of a mask."""
 
 _INT32 = npt.NDArray[np.int32]
 _INT64 = npt.NDArray[np.int64]
@@ -29,10 +27,10 @@ def checked_parents(req_id: Hashable, parents: Any) -> _INT32:
     is no earlier draft.
     """
     array = _integers(f"trees: parents of request {req_id!r}", parents)
-    if len(array) >= MOST_TOKENS:
+    if len(array) >= MOST_TREE_TOKENS:
         raise ValueError(
-            f"trees: {counted(len(array), 'draft')} of request {req_id!r}; a tree has at most {MOST_TOKENS - 1}, for a "
-            "mask of 64 bits holds them and the root"
+            f"trees: {counted(len(array), 'draft')} of request {req_id!r}; a tree has at most {MOST_TREE_TOKENS - 1}, "
+            "for a mask of 64 bits holds them and the root"
         )
     wrong = np.flatnonzero((array < -1) | (array >= np.arange(len(array))))
     if len(wrong):

@@ -231,6 +231,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
         it (KeyboardInterrupt), the step was built or nothing has changed: ``last_step`` tells which, and
         ``last_metadata`` is the step.
         """
+        if trees is not None and self._trees is None:
+            raise ValueError("trees: this builder was made without draft_trees, so drafts form chains")
         shape = None
         one_of_each = query_len is _ONE and (
             scheduled is _ALL_REQUESTS or (type(scheduled) in (dict, MappingProxyType) and not scheduled)
@@ -254,8 +256,6 @@ class MetadataBuilder(RunsAhead, Uncopied):
                     if metadata is not None:
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
-        if trees is not None and self._trees is None:
-            raise ValueError("trees: this builder was made without draft_trees, so drafts form chains")
         with self._core.enter():
             if self._trees is not None:
                 scheduled = self._trees.begin(trees, scheduled, self.decode_threshold)

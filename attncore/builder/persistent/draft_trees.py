@@ -67,7 +67,7 @@ class DraftTrees:
             if not isinstance(given, Mapping):
                 what = "parents" if name == "trees" else "tokens"
                 raise TypeError(f"{name}: {given!r} is not a mapping of request to {what}")
-        checked, tokens = {}, dict(scheduled)
+        checked, tokens = {}, dict(scheduled.items())
         for req_id, parents in trees.items():
             if req_id not in self._core.order.row_of:
                 raise ValueError(f"trees: {req_id!r} is not in the batch")

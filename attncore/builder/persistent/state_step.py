@@ -45,5 +45,29 @@ class StateStep:
         """The same fields on the host."""
         return StateStep(self._step.host, self.group)
 
+    def of_rows(self, view: Any, first: int, last: int) -> StateStep:
+        """The states of rows ``first:last``, which ``view`` is a view of."""
+        return StatesOfRows(view, self.group, self.state_slot[first:last], self.host.state_slot[first:last])
+
     def __repr__(self) -> str:
         return f"<StateStep of group {self.group!r} of {self._step!r}>"
+
+
+class StatesOfRows(StateStep):
+    """The same of some rows of a step, or of a step ahead, whose slots were taken of the step that was built."""
+
+    __slots__ = ("_on_host", "_slots")
+
+    def __init__(self, step: Any, group: str, slots: Any, on_host: Any) -> None:
+        super().__init__(step, group)
+        self._slots, self._on_host = slots, on_host
+
+    @property
+    def state_slot(self) -> Any:
+        """See the base class."""
+        return self._slots
+
+    @property
+    def host(self) -> StateStep:
+        """See the base class."""
+        return StatesOfRows(self._step.host, self.group, self._on_host, self._on_host)

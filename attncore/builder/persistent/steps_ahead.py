@@ -11,6 +11,8 @@ from attncore import arguments
 from attncore.builder.fields import ACTUAL_COUNTS, ARRAYS, COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent import taking_back
+from attncore.builder.persistent.state_step import StatesOfRows, StateStep
+from attncore.builder.read_only import read_only
 from attncore.builder.slices import HostArrays
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import AttncoreError, CaptureError
@@ -26,9 +28,9 @@ class StepsAhead(Uncopied):
     """What ``builder.run_ahead`` returns: ``len(steps)`` steps, each of which a replay runs.
 
     ``first`` is the metadata of the step that was built, whose fields on the device are those of the step that runs.
-    ``steps[i]`` is what the host knows of step i, from 0: metadata of NumPy arrays, made when it is asked for, without
-    the engine's own fields. Ask for it within ``depth`` more builds, and before a request leaves or blocks move; what
-    was made stays.
+    ``steps[i]`` is what the host knows of step i, from 0: metadata of NumPy arrays, made when it is asked for, with the
+    states and without the engine's own fields. Ask for it within ``depth`` more builds, and before a request leaves or
+    blocks move; what was made stays.
     """
 
     def __init__(
@@ -171,7 +173,14 @@ class StepsAhead(Uncopied):
         for name, of_group in self._metadata.groups.items():
             groups[name] = _advanced(of_group, index, self._core.tables[name])
             vars(groups[name])["groups"] = MappingProxyType(groups)
+            vars(groups[name])["states"] = MappingProxyType(_states(of_group, groups[name]))
         return groups[self._metadata.group]
+
+
+def _states(first: StepMetadata, ahead: CommonAttentionMetadata) -> dict[str, StateStep]:
+    """The states of a step ahead: the slots are those of the step that was built."""
+    slots = {name: read_only(np.array(of_group.host.state_slot)) for name, of_group in first.states.items()}
+    return {name: StatesOfRows(ahead, name, found, found) for name, found in slots.items()}
 
 
 def _advanced(first: StepMetadata, steps: int, table: Any) -> CommonAttentionMetadata:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attncore.integrations.transformers.attention_interface import CACHE, LATENT, current_attender
+from attncore.integrations.transformers.checked_model import check_model
 from attncore.show import counted
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -30,6 +31,7 @@ def use_latent_caches(model: Any) -> int:
     ValueError for a model without such layers, and where the weight of ``kv_b_proj`` is none that can be absorbed: with
     a bias, or of integers.
     """
+    check_model(model)
     found = [(name, module) for name, module in model.named_modules() if all(hasattr(module, one) for one in _NEEDED)]
     if not found:
         raise ValueError(

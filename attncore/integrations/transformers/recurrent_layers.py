@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from attncore.integrations.transformers.attention_interface import check_one_row, using_attncore
+from attncore.integrations.transformers.checked_model import check_model
 from attncore.show import counted
 
 _CACHE = "cache_params"
@@ -31,6 +32,7 @@ RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "hybrid"))
 
 def recurrent_layers(model: Any) -> dict[str, Any]:
     """The modules of a model that keep a state of each request, by their dotted names; empty: it has none of these."""
+    check_model(model)
     return {
         name: module
         for name, module in model.named_modules()

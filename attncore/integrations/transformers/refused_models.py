@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NoReturn
 
+from attncore.integrations.transformers.checked_model import check_model
 from attncore.integrations.transformers.recurrent_layers import RECURRENT_LAYER_TYPES, recurrent_layers
 from attncore.show import counted
 
@@ -13,7 +14,10 @@ _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse"
 
 
 def refuse_layers(model: Any) -> None:
-    """ValueError for a model with layers that keep what attncore does not know, or whose numbers follow the batch."""
+    """TypeError for what is no model, ValueError for one with layers that keep what attncore does not know, or whose
+    numbers follow the batch.
+    """
+    check_model(model, configured=True)
     name, whole = type(model).__name__, model.config
     config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
     if getattr(whole, "is_encoder_decoder", False):

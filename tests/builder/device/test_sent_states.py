@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from builder.device.test_sent_fields import backend
 
-from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
+from attncore.builder import (
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    StateGroup,
+    slice_by_tokens,
+    slice_metadata,
+)
 from attncore.errors import CaptureError
 
 
@@ -61,6 +68,31 @@ def test_steps_ahead_keep_their_slots(kernels):
         steps.replay(graph)
     slots, first, later = [5, 2, 0, 0], [True, False, False, False], [True, True, False, False]
     assert graph.seen == [(slots, first), (slots, later), (slots, later)]
+    for step, seen in zip(steps, graph.seen, strict=True):
+        states = step.states["mamba"]
+        for found in (states, states.host):
+            assert (found.state_slot.tolist(), found.has_initial_state.tolist()) == seen
+
+
+def test_parts_of_a_step_have_theirs(kernels):
+    """Prefills by themselves, and slices, one of which goes on in the middle of a prompt."""
+    batch, builder = two_with_states(kernels)
+    batch.add_request("c", {"full": [5, 6], "mamba": [7]})
+    metadata = builder.build({"b": 4, "c": 3})
+    cuts = slice_by_tokens(metadata.host.query_lens, 4)
+    slices = [slice_metadata(metadata, cut, block_size=4) for cut in cuts]
+    parts = [metadata.decode_metadata, metadata.prefill_metadata, *slices]
+    wanted = [
+        ([5], [True], [0, 1]), ([2, 7], [False, False], [0, 4, 7]),
+        ([5, 2], [True, False], [0, 1, 2]), ([2], [True], [0, 2]), ([2, 7], [True, False], [0, 1, 2]),
+        ([7], [True], [0, 2]),
+    ]  # fmt: skip
+    for part, expected in zip(parts, wanted, strict=True):
+        states = part.states["mamba"]
+        for found in (states, states.host):
+            fields = found.state_slot, found.has_initial_state, found.query_start_loc
+            assert tuple(field.tolist() for field in fields) == expected
+        assert isinstance(states.host.state_slot, np.ndarray) != isinstance(states.state_slot, np.ndarray)
 
 
 def test_a_slot_that_moves_ends_steps_ahead(kernels):

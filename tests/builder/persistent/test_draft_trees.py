@@ -169,6 +169,23 @@ def test_trees_are_sent_to_ranks_and_sliced():
         local_attention_metadata(metadata, 4, BLOCK)
 
 
+@pytest.mark.parametrize(
+    ("token", "mask"),
+    [(0, 0), (1, 2), (1, 1), (2, 0b1101), (2, 0), (3, 3), (3, -1), (6, 1 << 62), (6, 0b1000001 - (1 << 63))],
+)
+def test_masks_that_arrive_and_are_no_trees_are_refused(token, mask):
+    _, builder = started()
+    metadata = builder.build({"b": 1}, trees={"a": TREE})
+    rows = dict(zip(metadata.req_ids, metadata.query_start_loc.tolist(), strict=False))
+    of_request = rows["a"] + token if token != 3 else rows["b"]
+    fields = metadata.asdict_zerocopy()
+    masks = fields["tree_mask"] = fields["tree_mask"].copy()
+    assert metadata_from_fields(fields).tree_mask.tolist() == masks.tolist()
+    masks[of_request] = mask
+    with pytest.raises(ValueError, match=r"^fields\['tree_mask'\]: -?\d+ of token \d+, which is \d of its request"):
+        metadata_from_fields(fields)
+
+
 def test_what_a_build_may_not_find_of_the_last_tree(kernels):
     """Siblings that count as computed; a chain, or nothing, may stay."""
     batch, builder = started(kernels)
@@ -271,6 +288,31 @@ def test_what_a_builder_of_trees_cannot_be_made_with():
     hybrid = InputBatch(max_num_reqs=4, max_model_len=64, groups=[KVCacheGroup("full", 4), StateGroup("mamba", 5)])
     with pytest.raises(ValueError, match=r"^decode_threshold: 4 given for drafts, but group 'mamba' holds states"):
         MetadataBuilder(hybrid, decode_threshold=4, **common)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket": 2}, {"scheduled": {}}])
+def test_a_builder_without_trees_says_so_on_each_path(kernels, options):
+    """Steps of the same requests as the last one's are built by a shorter path."""
+    batch, builder = started(kernels, trees=False)
+    builder.capture(2)
+    for _ in range(2):
+        builder.build(bucket=options.get("bucket"))
+        with pytest.raises(ValueError, match=r"^trees: this builder was made without draft_trees"):
+            builder.build(**options, trees={"a": [-1]})
+    assert [batch.num_computed_tokens(name) for name in "ab"] == [7, 4]
+
+
+def test_the_largest_tree_arrives(kernels):
+    """The last of its tokens has the mask's sign; padded rows and other requests have none."""
+    batch, builder = new_builder(kernels, 64, max_num_batched_tokens=200)
+    for row in range(2):
+        batch.add_request(row, list(range(1 + 16 * row, 17 + 16 * row)), 0)
+    metadata = builder.build({1: 3}, trees={0: list(range(-1, 62))})
+    assert metadata_from_fields(metadata.asdict_zerocopy()).tree_mask.tolist() == metadata.tree_mask.tolist()
+    builder.capture(3, query_len=4)
+    batch.rollback(0, 64)
+    metadata = builder.build({1: 0}, trees={0: [-1, 0, 0]}, bucket=3)
+    assert metadata_from_fields(metadata.asdict_zerocopy()).tree_mask.tolist() == [1, 3, 7, 11, *[0] * 8]
 
 
 def test_an_engines_field_may_not_take_the_name():

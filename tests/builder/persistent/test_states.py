@@ -5,7 +5,15 @@ import random
 import numpy as np
 import pytest
 
-from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
+from attncore.builder import (
+    BatchSlice,
+    ContextParallel,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    StateGroup,
+    slice_metadata,
+)
 
 GROUPS = (KVCacheGroup("full", 4), StateGroup("mamba", 9), StateGroup("delta"))
 
@@ -45,6 +53,24 @@ def test_a_step_has_the_slot_of_each_row(kernels):
     assert batch.state_groups == GROUPS[1:]
     assert batch.groups == GROUPS[:1]
     assert [*metadata.groups] == ["full"]
+
+
+def test_parts_of_a_step_have_the_slots_of_their_rows(kernels):
+    batch = new_batch(kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    add(batch, "prompt", (3, 30))
+    add(batch, "chat", (7, 1), computed=5)
+    metadata = builder.build({"prompt": 6})
+    assert of_step(metadata.decode_metadata) == ([7], [True], [0, 1])
+    assert of_step(metadata.prefill_metadata, "delta") == ([30], [False], [0, 6])
+    part = slice_metadata(metadata, BatchSlice(1, 2, 4, 7), block_size=4)  # the prompt's last three tokens
+    assert of_step(part) == ([3], [True], [0, 3])
+    assert of_step(slice_metadata(part, BatchSlice(0, 1, 0, 3))) == ([3], [True], [0, 3])
+    plain = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    plain.add_request("a", [1])
+    step = MetadataBuilder(plain, max_num_batched_tokens=8).build()
+    assert not step.states
+    assert not step.decode_metadata.states
 
 
 def test_slots_follow_their_requests(kernels):
