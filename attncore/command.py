@@ -95,6 +95,16 @@ def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
         return code
 
 
+def check_current_folder() -> None:
+    """UsageError where the current folder is gone: torch's products of matrices end a process there, without a word of
+    which folder.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError("the current folder is gone: torch cannot run there; change to one that exists") from error
+
+
 def _ended(command: Callable[[], int]) -> int:
     """The exit code of a command, however it ends; a line on standard error says why where it is not the command's."""
     process = os.getpid()

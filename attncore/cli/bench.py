@@ -30,7 +30,7 @@ from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
-from attncore.command import UsageError, fail
+from attncore.command import UsageError, check_current_folder, fail
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, compare, save, print; 1 where the backend cannot be timed, or with --strict is slower."""
     if importlib.util.find_spec("torch") is None:
         raise NoBackendError(f"torch is not installed: {install_extra('torch')}")
+    check_current_folder()
     from attncore.testing.bench.run import Question
 
     too_short = args.seconds < SHORTEST

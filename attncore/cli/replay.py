@@ -24,7 +24,7 @@ from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.progress_bar import progress_bar
 from attncore.cli.typed_input import say_that_it_reads
-from attncore.command import UsageError, fail
+from attncore.command import UsageError, check_current_folder, fail
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_current_folder()
     settings = replay_options.settings(args)
     if not args.json:
         importlib.import_module("rich")  # prints the report: that it is missing is said before the run

@@ -14,6 +14,7 @@ from attncore.cli.argument_types import add_choice, backend_name
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import said_meanwhile
+from attncore.command import check_current_folder
 from attncore.errors import NoBackendError
 from attncore.json_output import print_json
 from attncore.quoted import one_line, quoted
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row per backend; 1 where one does not agree."""
     from attncore.testing.verify import verify
 
+    check_current_folder()
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     if args.all and args.backend:

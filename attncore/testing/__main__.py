@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code. What calls it with ``argv`` has the kit run in its own process."""
-    from attncore.command import run_command
+    from attncore.command import check_current_folder, run_command
     from attncore.json_output import only_json
     from attncore.testing.command import parsed, run
     from attncore.testing.run_apart import run_apart
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parsed(argv, __doc__)
         except SystemExit as ended:  # --help
             return int(ended.code or 0)
+        check_current_folder()
         if argv is None:
             return run_apart(args, sys.argv[1:])
         with only_json(args.json, to_the_end=False):

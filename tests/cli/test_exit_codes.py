@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from attncore.cli import main
+
 WRONG = """
 import atexit, os, sys, threading
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -135,3 +137,15 @@ def test_a_child_that_a_backend_forks_prints_nothing(site, tmp_path, end):
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)
     assert steps.exists()
+
+
+@pytest.mark.parametrize("words", [["verify", "reference"], ["bench", "reference"], ["replay", "trace.csv"]])
+def test_a_current_folder_that_is_gone(words, capsys, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(words) == 2
+    said = "attncore: error: the current folder is gone: torch cannot run there; change to one that exists\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.undo()
