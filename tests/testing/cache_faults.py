@@ -284,4 +284,34 @@ Backend.swap_blocks = swap_blocks
         READ_WITH.format(scale="v_scale", number="self.v_scale ** 2"),
         SCALED,
     ),
+    Fault(
+        "one_table_for_rows_that_begin_alike",
+        "test_a_prefix_shared_by_two_requests",
+        "differs",
+        forward("""
+table = np.array(metadata.host.block_table)
+for row in range(1, len(table)):
+    if table.shape[1] and table[row, 0] == table[0, 0]:
+        table[row] = table[0]
+return whole(query, key, value, kv_cache, changed(metadata, block_table=table), output)
+"""),
+    ),
+    Fault(
+        "blocks_are_not_copied",
+        "test_a_request_reads_a_copied_block",
+        "copy_blocks left other keys in block",
+        "Backend.copy_blocks = lambda self, kv_caches, src_to_dst: None",
+    ),
+    Fault(
+        "a_window_reads_the_unused_rows",
+        "test_nothing_is_read_under_a_window",
+        "declares finite_tail",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+for row, length in enumerate(metadata.host.seq_lens if self.sliding_window else ()):
+    page = int(metadata.host.block_table[row, (length - 1) // kv_cache.shape[2]])
+    answer += 0 * kv_cache[:, page].sum()
+return answer
+"""),
+    ),
 )

@@ -13,6 +13,7 @@ from testing import (
     adopted_faults,
     cache_faults,
     cause_faults,
+    declared_faults,
     encoder_faults,
     feature_faults,
     given_cache_faults,
@@ -34,6 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance-faults.md"
 MODULES = {
     "Features, heads and scales": feature_faults,
     "The spec, sizes and refusals": spec_faults,
+    "What a spec declares": declared_faults,
     "The cache": cache_faults,
     "Caches of an engine, and attending without writing": given_cache_faults,
     "Steps, padding and captured sizes": step_faults,

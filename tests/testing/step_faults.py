@@ -270,4 +270,56 @@ if metadata.use_cuda_graph and lens.any() and lens[0] % size:
 return answer
 """),
     ),
+    Fault(
+        "padded_rows_take_the_first_ones_place",
+        "test_a_graph_batch_of_the_list_builder[2]",
+        "differs",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+if metadata.use_cuda_graph and (metadata.slot_mapping < 0).any():
+    answer[0] = 0
+return answer
+"""),
+    ),
+    Fault(
+        "a_profiling_run_writes_to_block_0",
+        "test_a_profiling_run_of_the_list_builder",
+        "changed",
+        forward("""
+if kv_cache is not None and (metadata.slot_mapping < 0).all():
+    kv_cache[:, 0] += 1
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "lengths_of_a_longer_step_stay",
+        "test_shorter_requests_after_longer_ones",
+        "differs",
+        forward("""
+self.longest = max(getattr(self, "longest", 0), metadata.max_seq_len)
+answer = whole(query, key, value, kv_cache, metadata, output)
+return answer if 2 * metadata.max_seq_len > self.longest else answer.mul_(metadata.max_seq_len / self.longest)
+"""),
+    ),
+    Fault(
+        "a_sum_is_begun_with_the_last_steps",
+        "test_the_same_step_twice_gives_the_same",
+        "differs",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+answer += getattr(self.backend, "left", 0)
+self.backend.left = 0.3
+return answer
+"""),
+    ),
+    Fault(
+        "takes_no_more_tokens_than_the_metadata_has",
+        "test_tokens_beyond_the_metadata",
+        "query: 5 rows",
+        forward("""
+if len(query) > metadata.num_tokens:
+    raise ValueError(f"query: {len(query)} rows")
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
 )
