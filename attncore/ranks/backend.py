@@ -38,6 +38,8 @@ def over_ranks(backend: AttentionBackend, ranks: ContextParallel, *, group: Any 
 
     ValueError for a backend without log-sum-exp, a group of another size, and layers that no rank can attend for by
     itself: of a window, slopes or another type than ``decoder``. RuntimeError where torch.distributed does not run.
+    Steps that differ between ranks are not found out here, since that would take a message more: the group's library
+    ends such ranks, or waits for its timeout.
     """
     check_backend(backend)
     if not isinstance(ranks, ContextParallel):
