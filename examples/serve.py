@@ -94,11 +94,20 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def parse_request(self) -> bool:
+        """Closes the connection behind a body that nobody reads: else it would be taken for the next request."""
+        parsed = super().parse_request()
+        sent = {"content-length", "transfer-encoding"} & {*map(str.lower, self.headers)} if parsed else ()
+        if sent and self.command != "POST":
+            self.close_connection = True
+        return parsed
+
     def body(self) -> bytes:
         """The request's body; ValueError where its length is not said, or too large."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit() or int(length) > LONGEST:
-            self.close_connection = True
+        lengths = self.headers.get_all("Content-Length", [""])
+        length = lengths[0] if len(lengths) == 1 and "Transfer-Encoding" not in self.headers else ""
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > LONGEST or len(length) > 20:
+            self.close_connection = True  # what follows is no request: where it ends is not known
             raise ValueError(f"Content-Length: {length[:40]!r} found; give the body's length, {LONGEST} bytes at most")
         return self.rfile.read(int(length))
 

@@ -257,8 +257,12 @@ class AttentionImpl(ABC):
             raise ValueError(
                 f"{name}: None found for {counted(len(slots), 'token')} to write; give their keys and values"
             )
-        if latent and not scales.is_tensor(key):
-            raise TypeError(f"key: {type(key).__name__} found; give a torch tensor on the cache's device")
+        if latent:
+            if not scales.is_tensor(key):
+                raise TypeError(f"key: {type(key).__name__} found; give a torch tensor on the cache's device")
+            scales.check_strided("key", key)
+            if not key.dim():
+                raise ValueError("key: shape () found; give latent rows (tokens, 1, head size)")
         if self.__writer is None:
             from attncore.ops.cache_writer import CacheWriter
 

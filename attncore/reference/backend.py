@@ -115,22 +115,24 @@ class ReferenceImpl(AttentionImpl):
         checks.check_device(attn_type, metadata, query.device)
         if attn_type is AttentionType.ENCODER_ONLY:
             checks.check_whole(host)
-        if output is None:
-            output = query.new_empty((*query.shape[:2], value.shape[2]))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if scoring.with_lse else None
-        answer = Answer(output, lse)
         step = Paged(
             query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)), *self._scales
         )
         if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             starts = host.query_start_loc
             requests, step = self._written(step, kv_cache, metadata, write=write)
+            answer = _answer(step, output, lse)
             requests.attend(step, scoring, answer)
         else:
             encoder_only = attn_type is AttentionType.ENCODER_ONLY
             starts = host.query_start_loc if encoder_only else host.encoder_query_start_loc
+            answer = _answer(step, output, lse)
             among_themselves(step, scoring, answer, np.asarray(starts, dtype=np.int64))
         answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
+        if output is not None and answer.output is not output:
+            output.copy_(answer.output)
+            answer = answer._replace(output=output)
         return answer
 
     def _with_cached(
@@ -193,6 +195,16 @@ class ReferenceImpl(AttentionImpl):
                 k_scale=step.k_scale, v_scale=step.v_scale,
             )  # fmt: skip
         return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
+
+
+def _answer(step: Paged, output: Tensor | None, lse: Tensor | None) -> Answer:
+    """Where results go: to ``output``, or beside it where it shares memory with what is read when a part of them has
+    been written.
+    """
+    read = {tensor.untyped_storage().data_ptr() for tensor in step[:5]}
+    if output is None or output.untyped_storage().data_ptr() in read:
+        output = step.query.new_empty((*step.query.shape[:2], step.value.shape[2]))
+    return Answer(output, lse)
 
 
 def _num_tokens(attn_type: AttentionType, host: HostArrays) -> tuple[int, int | None]:

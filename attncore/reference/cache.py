@@ -162,7 +162,8 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None, layout: str = "N
 def _check_tensors(name: str, caches: Any) -> None:
     """ValueError unless ``caches`` is a list or a tuple of tensors."""
     if not isinstance(caches, Sequence) or not all(isinstance(cache, Tensor) for cache in caches):
-        found = [type(cache).__name__ for cache in caches] if isinstance(caches, Sequence) else type(caches).__name__
+        given = isinstance(caches, Sequence) and not isinstance(caches, str | bytes)
+        found = [type(cache).__name__ for cache in caches[:3]] if given else type(caches).__name__
         raise ValueError(f"{name}: {found} found; give a tensor, or a pair of them")
 
 

@@ -72,6 +72,8 @@ def check_device(attn_type: AttentionType, metadata: AttentionMetadata, device: 
 
 def check_query(query: Any, num_tokens: int) -> None:
     """Raise ValueError unless the query is a tensor of three dimensions and as many tokens as the metadata has."""
+    if isinstance(query, Tensor):
+        check_strided("query", query)  # first: a nested tensor has no shape
     if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
         raise ValueError(
             f"query: {_shape_or_type(query)} found; the metadata has {counted(num_tokens, 'token')}; give a tensor "
@@ -104,12 +106,17 @@ def check_tensors(
     query, key, value = tensors
     size_v = config.head_size_v or config.head_size
     check_query(query, num_tokens[0])
+    for name, tensor in (("key", key), ("value", value), ("output", output)):
+        if isinstance(tensor, Tensor):
+            check_strided(name, tensor)
     if num_tokens[1] == 0 and key is None and value is None:
         key = query.new_empty((0, config.num_kv_heads, config.head_size))
         value = query.new_empty((0, config.num_kv_heads, size_v))
-    elif config.use_mla and isinstance(key, Tensor):
+    elif config.use_mla and isinstance(key, Tensor) and key.dim():
         value = key[..., :size_v]
-    num_keys = len(query) if num_tokens[1] is None else len(key) if isinstance(key, Tensor) else num_tokens[1]
+    num_keys = len(query) if num_tokens[1] is None else num_tokens[1]
+    if num_tokens[1] is not None and isinstance(key, Tensor):
+        num_keys = len(key) if key.dim() else 0
     if num_tokens[1] is not None and num_keys < num_tokens[1]:
         raise ValueError(
             f"key: {counted(num_keys, 'token')} found; the metadata has {counted(num_tokens[1], 'encoder token')} in "
@@ -136,7 +143,6 @@ def check_tensors(
             raise ValueError(f"{name}: {tensor.dtype} found; the backend was made for torch.{config.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
-        check_strided(name, tensor)
     if output is not None:
         check_written("output", output)
     return query, key, value
@@ -146,6 +152,9 @@ def check_cache(
     config: BackendConfig, kv_cache: Any, name: str, slots: NDArray[np.int64], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Key cache and value cache; None where none is given and, ``slots`` (of ``name``) all being -1, none is needed."""
+    for part in kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache,):
+        if isinstance(part, Tensor):
+            check_strided("kv_cache", part)
     if kv_cache is None or (isinstance(kv_cache, Tensor) and kv_cache.numel() == 0):
         if np.max(slots, initial=-1) >= 0:
             raise ValueError(f"kv_cache: none given, but {name} has slots to write; only a profiling run needs none")

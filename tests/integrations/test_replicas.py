@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -138,6 +138,37 @@ def test_what_is_no_request_is_told_what_is_wrong(served):
     assert answer.status == 400
     assert b"bytes at most" in answer.read()
     connection.close()
+
+
+POST = b"POST /generate HTTP/1.1\r\n"
+BODIES = {
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 50\r\n\r\n{}",
+    "chunked, with a length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "a length of many digits": POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "a body that nobody reads": b"GET /health HTTP/1.1\r\nContent-Length: 50\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_body_whose_end_is_not_known_is_no_second_request(served, kind, balanced):
+    with ExitStack() as ends:
+        host, _, port = served[0].rpartition(":")
+        address = host, int(port)
+        if balanced:
+            server = listening("127.0.0.1", 0, BalancedHandler, balancer=Balancer([served[0]]))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            ends.callback(server.server_close)
+            ends.callback(server.shutdown)
+            address = server.server_address
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(BODIES[kind] + b"GET /hidden HTTP/1.1\r\nConnection: close\r\n\r\n")
+            said = b""
+            with suppress(ConnectionResetError):  # what follows is not read
+                while piece := client.recv(1 << 16):
+                    said += piece
+    assert said.count(b"HTTP/1.1 ") == 1
+    assert said.startswith(b"HTTP/1.1 200 " if kind.startswith("a body") else b"HTTP/1.1 400 ")
 
 
 def test_a_request_that_fails_alone_is_told_so(served, monkeypatch):

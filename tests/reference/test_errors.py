@@ -26,6 +26,49 @@ def test_output(case):
         case.forward(output=torch.empty(1, 4, 8))
 
 
+def _without_memory(tensor):
+    found = tensor.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+ODD_TENSORS = {
+    "sparse": torch.Tensor.to_sparse,
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor[0], tensor[0, :1]]),
+    "of another layout": torch.Tensor.to_mkldnn,
+    "without memory": _without_memory,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("name", ["query", "key", "value", "kv_cache", "output"])
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_tensors_that_are_not_strided(paged_case, kind, name, write):
+    for latent in ({}, {"use_mla": True, "num_kv_heads": 1, "head_size_v": 4}):
+        case = paged_case([(5, 1), (0, 3)], **latent)
+        if (not write and name in ("key", "value")) or (latent and name == "value"):
+            continue  # it is not read
+        given = {"query": case.query, "key": case.key, "value": case.value, "kv_cache": case.cache}
+        odd = ODD_TENSORS[kind](given.get(name, case.expected))
+        before = case.cache.clone()
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            case.forward(**{name: odd, "write": write})
+        torch.testing.assert_close(case.cache, before, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_latent_rows_that_are_not_strided_or_have_no_dimension(paged_case, kind):
+    case = paged_case([(5, 1), (0, 3)], use_mla=True, num_kv_heads=1, head_size_v=4)
+    impl = case.backend.impl("layer", scale=1.0)
+    for odd in (ODD_TENSORS[kind](case.key), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"^key: "):
+            case.forward(key=odd)
+        with pytest.raises(ValueError, match=r"^key: "):
+            impl.write_cache(odd, None, case.cache, case.metadata)
+
+
 def test_a_cache_in_the_place_of_metadata(case):
     with pytest.raises(TypeError, match=r"^metadata: Tensor found"):
         case.backend.impl("x", scale=1.0).forward(case.query, case.key, case.value, case.metadata, case.cache)

@@ -134,6 +134,20 @@ def test_a_short_cache_rounds_fresh_and_cached_keys_alike(paged_case):
     paged_case(MIXED, dtype="float32", kv_cache_dtype="bfloat16").check()
 
 
+@pytest.mark.parametrize("kind", ["query", "key", "value", "a token behind the query's first", "the cache"])
+@pytest.mark.parametrize("temporary", [1, 1 << 19])
+def test_an_output_that_shares_memory_with_what_is_read(paged_case, monkeypatch, kind, temporary):
+    monkeypatch.setattr(paged_attention, "CPU_ELEMENTS", temporary)
+    case = paged_case([(9, 1), (0, 20), (3, 18)], num_kv_heads=4, dead=0.0)
+    memory = torch.cat([torch.zeros_like(case.query), case.query, case.key, case.value])
+    before, case.query, case.key, case.value = memory.chunk(4)
+    size, start = before.numel(), before.shape[1] * before.shape[2]
+    places = {"query": size, "key": 2 * size, "value": 3 * size, "a token behind the query's first": size + start}
+    output = (case.cache if kind == "the cache" else memory[:]).view(-1)[places.get(kind, 0) :][:size]
+    assert case.forward(output=output.view_as(case.query)).data_ptr() == output.data_ptr()
+    torch.testing.assert_close(output.view_as(case.query), case.expected, atol=2e-5, rtol=2e-5)
+
+
 def test_output_is_used(paged_case):
     case = paged_case(MIXED)
     output = torch.full_like(case.query, 7.0)
