@@ -184,6 +184,21 @@ def test_a_run_whose_figures_are_not_credible_is_left_out(tmp_path, field, figur
     assert load_and_left_out(made(), tmp_path) == ([made(number=1)], [name])
 
 
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_run_without_rows_or_with_one_several_times_is_left_out(tmp_path, times):
+    """Three rows of one run are not three runs, which are enough to call a row slower."""
+    run = made()
+    name = save(made(rows=made([1e-7] * 5).rows * times), tmp_path).name
+    assert load_and_left_out(run, tmp_path) == ([], [name])
+
+
+@pytest.mark.parametrize("wrong", [{"step": ["decode of 1"]}, {"part": None}])
+def test_a_run_whose_rows_have_no_names_is_left_out(tmp_path, wrong):
+    run = made()
+    name = save(made(rows=[dataclasses.replace(run.rows[0], **wrong)]), tmp_path).name
+    assert load_and_left_out(run, tmp_path) == ([], [name])
+
+
 def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path):
     name = save(made(), tmp_path).name
     file = save(made(number=1), tmp_path)

@@ -75,7 +75,8 @@ def save(run: Run, root: Path) -> Path:
 def load(like: Run, root: Path) -> tuple[list[Run], list[str]]:
     """The last runs of the same conditions as ``like``, the oldest first, and the names of files that are left out.
 
-    A file is left out that is damaged, is not the user's own (``read_kept``), or whose figures are not credible.
+    A file is left out that is damaged, is not the user's own (``read_kept``), or whose figures are not credible; so is
+    one that has no row, or the same row twice, which would count as another run.
     """
     try:
         files = sorted(like.folder(root).glob("[0-9]*.json"))[-MAX_RUNS:]
@@ -97,7 +98,9 @@ def _read(file: Path) -> Run | None:
     lists = [getattr(row, name) for row in rows for name in ("median", "to_yardstick")]
     whole = all(isinstance(values, list) and values and all(is_figure(one) for one in values) for values in lists)
     paired = whole and all(len(row.median) == len(row.to_yardstick) for row in rows)
-    return run if paired and isinstance(run.time, str) else None
+    texts = all(isinstance(one, str) for row in rows for one in (row.step, row.part))
+    once = texts and len({(row.step, row.part) for row in rows}) == len(rows) > 0
+    return run if paired and once and isinstance(run.time, str) else None
 
 
 def is_figure(value: object) -> bool:
