@@ -50,7 +50,9 @@ class RankError(RuntimeError):
 
 
 class Messages:
-    """Pickled calls from rank 0 to the others, over gloo: on the host, whatever the model's own group is."""
+    """Pickled calls from rank 0 to the others, over gloo: on the host, whatever the model's own group is.
+
+    Ranks trust each other, as torch.distributed has them do: its own messages are pickled, too."""
 
     def __init__(self) -> None:
         self.rank, self.count, self.nbytes = dist.get_rank(), 0, 0

@@ -190,6 +190,8 @@ def test_layers_out_of_range(fields, text):
         ({"dtype": 10**5000}, TypeError, "dtype: an integer of 16610 bits found; give a name as text"),
         ({"dtype": ["float32"]}, TypeError, "dtype: ['float32'] found; give a name as text"),
         ({"kv_cache_dtype": None}, TypeError, "kv_cache_dtype: None found; give a name as text, such as 'auto'"),
+        ({"spec": "flash"}, TypeError, "spec: 'flash' is not a BackendSpec; give that of a choice, or None"),
+        ({"spec": object}, TypeError, "spec: <class 'object'> is not a BackendSpec"),
         ({"variant": 10**5000}, TypeError, "variant: an integer of 16610 bits found; give a name as text"),
     ],
 )

@@ -80,3 +80,13 @@ class BackendConfig:
             object.__setattr__(self, "options", FrozenMap(dict(self.options)))
         except Exception as error:  # a mapping of the caller's own
             raise TypeError(f"options: {quoted(self.options)} cannot be read as a mapping: {error}") from error
+        if self.spec is not None and not _is_spec(self.spec):
+            raise TypeError(f"spec: {quoted(self.spec)} is not a BackendSpec; give that of a choice, or None")
+
+
+def _is_spec(found: object) -> bool:
+    """Whether it has what a spec of this protocol has; classes of others are taken."""
+    try:
+        return all(hasattr(found, name) for name in ("name", "variants", "by_variant", "dtypes", "head_sizes"))
+    except Exception:  # of an attribute that is code
+        return False
