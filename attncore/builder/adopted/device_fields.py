@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attncore.array_arguments import beyond_its_memory
+from attncore.builder.adopted.given import check_memory
+
 if TYPE_CHECKING:
     from attncore.builder.adopted.given import Given
     from attncore.builder.adopted.settings import Settings
@@ -132,10 +135,12 @@ class DeviceFields:
     def ask(self, name: str, given: Given, longest: int, *, under_way: bool) -> None:
         """From now on each step makes a field; the step of ``given`` does at once.
 
-        ``under_way``: it is not built yet, so that what lies there is the last step's.
+        ``under_way``: it is not built yet, so that what lies there is the last step's. ValueError where the engine has
+        taken memory of its tensors away since.
         """
         if name in (self.written if under_way else self.live):
             return
+        check_memory(given)
         names = frozenset((name,))
         if name in _SUMMED:
             names |= (self.live & _SUMMED) | _SUMS
@@ -153,8 +158,11 @@ class DeviceFields:
     def restore(self, given: Given, kept: Given, longest: int, *, least: int) -> None:
         """Makes what a step wrote that was not built in the end again of the last one, whose arguments these are.
 
-        ``kept``: as the engine gave them.
+        ``kept``: as the engine gave them. Nothing is, where the engine has taken memory of theirs away since
+        (``untyped_storage().resize_``): torch would read beyond it.
         """
+        if any(map(beyond_its_memory, (*given, kept.seq_lens))):
+            return
         self.remake(given, kept, longest, self.written & (self.live | {"seq_lens"}), least=least)
 
     def remake(self, given: Given, kept: Given, longest: int, names: frozenset[str], *, least: int) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from attncore import env
 from attncore.builder.adopted.device_fields import MADE, NOTHING, OF_ROWS, OF_TOKENS, SUMS
+from attncore.builder.adopted.given import check_memory
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -179,6 +180,7 @@ class AdoptedStep(CommonAttentionMetadata):
         if self.lengths == "none":
             arrays = {name: arrays[name] for name in OF_STARTS}
         if self._on_cpu:
+            check_memory(given)  # the engine may have taken some away since; torch resizes none that NumPy has seen
             arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
         if self._owner.poisons:
             return ExpiringHost(arrays, self.num_tokens, self._owner, self.step)

@@ -309,6 +309,7 @@ class AdoptedSteps(Uncopied):
     def _settle(self, metadata: AdoptedStep, names: frozenset[str]) -> None:
         """Makes ``names`` of a step of a captured size on the device."""
         engines, longest = metadata._engines, metadata.max_seq_len
+        check_memory(engines)  # of an earlier call: the engine may have taken some away since
         self._fields.remake(metadata._given, engines, longest, names, least=self._facts.pad_seq_len)
 
     def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor, *, plans_itself: bool) -> None:

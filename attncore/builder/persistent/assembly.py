@@ -14,6 +14,7 @@ from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.device.memory import zeros
 from attncore.builder.device.transport import attach_transport, new_transport
 from attncore.builder.persistent import error_texts, taking_back
+from attncore.builder.persistent.draft_trees import settle_trees
 from attncore.builder.persistent.poison import POISON
 from attncore.builder.persistent.sent_fields import sent_fields
 from attncore.builder.persistent.step_shapes import StepShapes
@@ -192,6 +193,8 @@ class Assembly:
         ``dummy``: it is no step of the engine's, but an empty one that the engine asked for as such.
         """
         core, side = self.core, self.side
+        if core.ran_trees:
+            settle_trees(core, metadata)
         if self._fill is not None:
             self._fill(metadata)
         if self._backends.plans:

@@ -68,6 +68,10 @@ class BatchCore:
         """The follower's Overlap, where its steps overlap: it hears which requests leave or are preempted."""
         self.ahead: Any = None
         """The StepsAhead of the last ``run_ahead``: it hears which requests leave or are preempted."""
+        self.ran_trees: dict[Hashable, Any] | None = None
+        """Draft trees of earlier steps, by request, until it runs again; None where no builder of the batch takes any.
+        All of its builders look at them: what runs behind a tree sees what it left.
+        """
         self.moving = False
         """Whether a build has moved rows whose order does not say so yet."""
         self._scratch = zeros(max_num_reqs, np.int32)

@@ -239,17 +239,18 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
-        elif self._sent_step is not None:
+        elif self._sent_step is not None and self._core.ran_trees is None:
             given = None if scheduled is _ALL_REQUESTS else scheduled
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        if bucket is None and one_of_each:
+        longer = self._longer or self._core.ran_trees is not None  # which looks at trees of another builder
+        if bucket is None and one_of_each and not longer:
             metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         elif bucket is not None:
-            if not self._longer:
+            if not longer:
                 self._refuse_while_capturing("build")
                 if one_of_each:
                     metadata = self._padded_step(bucket)
@@ -260,7 +261,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
             if self._trees is not None:
                 scheduled = self._trees.begin(trees, scheduled, self.decode_threshold)
                 one_of_each = one_of_each and not scheduled
-            if shape is None and not self._longer:
+            if shape is None and not longer:
                 return self._assembly.arrange(None, scheduled, query_len)[1]
             self._refuse_while_capturing("build")
             if self._overlap is not None:

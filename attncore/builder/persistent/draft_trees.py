@@ -51,8 +51,14 @@ class DraftTrees:
         self._core = core
         self._given: dict[Hashable, npt.NDArray[np.int32]] = {}
         """Parents of the step that is being built, by request."""
-        self._ran: dict[Hashable, _Ran] = {}
-        """Trees of earlier steps, by request, until it runs again."""
+        if core.ran_trees is None:
+            core.ran_trees = {}
+
+    @property
+    def _ran(self) -> dict[Hashable, _Ran]:
+        """Trees of earlier steps of any builder of the batch, by request, until it runs again."""
+        ran: dict[Hashable, _Ran] = self._core.ran_trees or {}
+        return ran
 
     def begin(self, trees: Any, scheduled: Any, most: int) -> Any:
         """Takes the trees of the next step; returns ``scheduled`` with their tokens.
@@ -89,20 +95,15 @@ class DraftTrees:
         return tokens
 
     def fill(self, metadata: StepMetadata, out: _INT64) -> None:
-        """Writes ``tree_mask`` int64[T], and the positions of trees by depth.
-
-        ValueError where a request of the step ran a tree before, of which what counts as computed is no chain.
-        """
-        given, ran = self._given, self._ran
-        if not given and not ran:
+        """Writes ``tree_mask`` int64[T], and the positions of trees by depth."""
+        given, core = self._given, self._core
+        if not given:
             return
-        self._core.undo.append((vars(self).update, {"_given": {}, "_ran": ran}))
-        host, left = metadata.host, dict(ran)
+        core.undo += [(setattr, self, "_given", {}), (setattr, core, "ran_trees", core.ran_trees)]
+        host, left = metadata.host, dict(self._ran)
         rows: list[int] = []
         contexts = host.context_lens
         for row, req_id in enumerate(metadata.req_ids):
-            if (earlier := left.pop(req_id, None)) is not None:
-                self._check_kept(req_id, row, earlier, int(contexts[row]))
             if req_id in given:
                 rows.append(row)
                 left[req_id] = _Ran(given[req_id], int(contexts[row]), metadata._arena.changes)
@@ -113,7 +114,7 @@ class DraftTrees:
             tokens = np.repeat(first, lengths) + np.arange(len(masks))
             out[tokens] = masks
             own_array(host, "positions")[tokens] = np.repeat(contexts[rows], lengths) + depths
-        self._given, self._ran = {}, left
+        self._given, core.ran_trees = {}, left
 
     def keep(self, paths: Any) -> dict[str, _INT64]:
         """Keeps one path of each request's tree: takes back its other tokens, and returns by KV-cache group what is to
@@ -128,7 +129,7 @@ class DraftTrees:
         for req_id, path in paths.items():
             row = core.order.row(req_id)
             ran = left.pop(req_id, None)
-            if ran is None or self._came_later(row, ran) or core.num_computed(row) != ran.end:
+            if ran is None or _came_later(core, row, ran) or core.num_computed(row) != ran.end:
                 raise ValueError(
                     f"paths: request {req_id!r} has not run a tree in its last step, or tokens of it were taken back "
                     "since; keep a path between that step and any other change, and take back other tokens with "
@@ -143,26 +144,45 @@ class DraftTrees:
                 table.check_sees(row, req_id, computed, "paths")
                 moves[table.group.name].append(_slots(table, row, req_id, pairs))
             new.append((row, computed))
-        core.undo.append((setattr, self, "_ran", self._ran))
+        core.undo.append((setattr, core, "ran_trees", core.ran_trees))
         core.undo.extend((core.state.set_computed, row, core.num_computed(row)) for row, _ in new)
-        self._ran = left
+        core.ran_trees = left
         for row, computed in new:
             core.state.set_computed(row, computed)
         return {name: np.concatenate([*parts, np.empty((0, 2), np.int64)]) for name, parts in moves.items()}
 
-    def _came_later(self, row: int, ran: _Ran) -> bool:
-        """Whether the request in ``row`` is another one of the same name."""
-        return bool(self._core.added_at[self._core.lengths[codes.PLACE, row]] > ran.changes)
 
-    def _check_kept(self, req_id: Hashable, row: int, ran: _Ran, computed: int) -> None:
-        """ValueError where tokens of a tree count as computed that are no chain: later ones would see siblings."""
-        drafts = min(computed - ran.context - 1, len(ran.parents))
-        if drafts <= 0 or self._came_later(row, ran) or (ran.parents[:drafts] == np.arange(-1, drafts - 1)).all():
-            return
-        raise ValueError(
-            f"trees: request {req_id!r} ran a tree of {counted(len(ran.parents), 'draft')}, of which its first "
-            f"{drafts} count as computed and are no path; say what was accepted with builder.keep_paths first"
-        )
+def settle_trees(core: BatchCore, metadata: StepMetadata) -> None:
+    """Forgets the trees of requests that run in a step of any builder over the batch.
+
+    ValueError where what counts as computed of one is no chain.
+    """
+    ran = core.ran_trees
+    if not ran:
+        return
+    left, computed = dict(ran), metadata.host.positions
+    for row, req_id in enumerate(metadata.req_ids):
+        if (earlier := left.pop(req_id, None)) is not None:
+            _check_kept(core, req_id, row, earlier, int(computed[metadata.host.query_start_loc[row]]))
+    if len(left) < len(ran):
+        core.undo.append((setattr, core, "ran_trees", ran))
+        core.ran_trees = left
+
+
+def _came_later(core: BatchCore, row: int, ran: _Ran) -> bool:
+    """Whether the request in ``row`` is another one of the same name."""
+    return bool(core.added_at[core.lengths[codes.PLACE, row]] > ran.changes)
+
+
+def _check_kept(core: BatchCore, req_id: Hashable, row: int, ran: _Ran, computed: int) -> None:
+    """ValueError where tokens of a tree count as computed that are no chain: later ones would see siblings."""
+    drafts = min(computed - ran.context - 1, len(ran.parents))
+    if drafts <= 0 or _came_later(core, row, ran) or (ran.parents[:drafts] == np.arange(-1, drafts - 1)).all():
+        return
+    raise ValueError(
+        f"trees: request {req_id!r} ran a tree of {counted(len(ran.parents), 'draft')}, of which its first "
+        f"{drafts} count as computed and are no path; say what was accepted with builder.keep_paths first"
+    )
 
 
 def _slots(table: BlockTable, row: int, req_id: Hashable, tokens: _INT64) -> _INT64:

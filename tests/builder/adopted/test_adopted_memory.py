@@ -191,3 +191,44 @@ def test_an_interrupted_page_buffer_is_made_by_the_next_call(steps):
         finally:
             sys.settrace(before)
     assert 10 < opcode < 199
+
+
+def build_with_host(steps, given):
+    """A step whose tensors NumPy has not seen: torch may take memory of theirs away."""
+    host = {f"host_{name}": np.array(given[name].tolist(), np.int32) for name in ("query_start_loc", "seq_lens")}
+    return steps.build(**given, **host)
+
+
+@pytest.mark.parametrize("name", list(tensors()))
+@pytest.mark.parametrize("asked", ["host", "positions", "paged_kv_indices"])
+def test_memory_that_is_less_behind_a_build_is_not_read(steps, name, asked):
+    """A field that is made when it is first asked for is made of tensors that lie as they lay at the build."""
+    given = {key: tensor.clone() for key, tensor in tensors().items()}
+    metadata = build_with_host(steps, given)
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: shape .* reaches beyond the tensor's memory"):
+        getattr(metadata, asked)
+    assert build_with_host(steps, tensors()).positions.tolist() == [4, 8]
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens"])  # NumPy has seen the others
+def test_a_failed_build_does_not_read_a_last_step_whose_memory_is_less(name):
+    backend = Entering(config())
+    steps = AdoptedSteps(backend, **LARGEST)
+    given = {key: tensor.clone() for key, tensor in tensors().items()}
+    last = build_with_host(steps, given)
+    for field in ("positions", "query_lens", "paged_kv_indices"):
+        getattr(last, field)
+    given[name].untyped_storage().resize_(0)
+    written = []
+
+    def fail():
+        steps._fields.written |= steps._fields.live  # as if it had been interrupted behind them
+        written.append(steps._fields.written)
+        raise ZeroDivisionError
+
+    backend.inner = fail
+    with pytest.raises(ZeroDivisionError):
+        build_with_host(steps, tensors())
+    assert (steps.last_step, len(written)) == (0, 1)
+    assert build_with_host(steps, tensors()).positions.tolist() == [4, 8]

@@ -381,3 +381,31 @@ def test_an_interrupted_call_has_happened_or_nothing_has(kernels, call):
             break
         count += 11 if call == "build" else 3
     assert outcomes == {(5, 2) if call == "build" else (8, 4), (12, 6)}
+
+
+@pytest.mark.parametrize("other_takes_trees", [False, True])
+@pytest.mark.parametrize("bucket", [None, 2])
+def test_another_builder_does_not_run_a_request_behind_an_unsettled_tree(kernels, other_takes_trees, bucket):
+    batch, builder = started(kernels)
+    other = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=8, draft_trees=other_takes_trees)
+    last = other.capture(2).step
+    builder.build({"b": 0}, trees={"a": TREE})
+    for scheduled in ({}, {"b": 1}, {"a": 2}):
+        with pytest.raises(ValueError, match="trees: request 'a' ran a tree of 6 drafts, of which its first 6 count"):
+            other.build(scheduled, bucket=None if "a" in scheduled else bucket)
+    assert (batch.num_computed_tokens("a"), batch.num_computed_tokens("b"), other.last_step) == (12, 2, last)
+    assert other.build({"a": 0}, bucket=bucket).req_ids == ("b",)
+    assert builder.keep_paths({"a": [1, 4]}).tolist() == [[15, 14], [30, 15]]
+    assert sorted(other.build(bucket=bucket).positions.tolist()[:2]) == [3, 8]
+
+
+@pytest.mark.parametrize("other_takes_trees", [False, True])
+def test_a_tree_that_was_taken_back_is_forgotten_once_another_builder_runs_its_request(kernels, other_takes_trees):
+    batch, builder = started(kernels)
+    other = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=8, draft_trees=other_takes_trees)
+    builder.build({"b": 0}, trees={"a": TREE})
+    batch.rollback("a", 7)
+    other.build({"a": 7, "b": 0})  # as many tokens as the tree had
+    with pytest.raises(ValueError, match="paths: request 'a' has not run a tree in its last step"):
+        builder.keep_paths({"a": [1, 4]})
+    assert batch.num_computed_tokens("a") == 12
