@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -96,11 +97,21 @@ def test_a_device_is_written_to_and_not_replaced():
     assert not Path("/dev/null").is_file()
 
 
-@pytest.mark.parametrize("name", ["absent/steps.jsonl", "."])
+@pytest.mark.parametrize("name", ["absent/steps.jsonl", ".", "file/steps.jsonl"])
 def test_a_place_that_cannot_be_written_is_named(tmp_path, name):
-    with pytest.raises(OSError, match=r"No such file|is a directory") as caught:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"No such file|is a directory|Not a directory") as caught:
         StepsFile(tmp_path / name, 4).open()
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_named_by_the_command(tmp_path):
+    """As the command does it: what it would leave behind is taken away also after an open that failed."""
+    (tmp_path / "file").touch()
+    record = StepsFile(tmp_path / "file/steps.jsonl", 4)
+    with pytest.raises(OSError, match=r"steps\.jsonl cannot be written: Not a directory"), ExitStack() as stack:
+        stack.push(record)
+        record.open()
 
 
 def test_a_place_in_a_deleted_folder_is_named(tmp_path, monkeypatch):
