@@ -40,8 +40,8 @@ help:
 	@echo "make fuzz           the fuzz targets, for FUZZ_MINUTES=10"
 	@echo "make lint           ruff and cython-lint"
 	@echo "make types          mypy, strict"
-	@echo "make bench          time builds, beside the last run; STRICT=1 judges goals"
-	@echo "make bench-compare  beside a revision, REV=main; K=TestDecode runs a part"
+	@echo "make bench          time builds; STRICT=1 judges goals; K=TestDecode runs a part"
+	@echo "make bench-compare  the same beside those of a revision, REV=main"
 	@echo "make bench-history  pages of saved runs: benchmarks/history/index.html"
 	@echo "make bench-peers    the same steps by vLLM's own builders"
 	@echo "make bench-gpu      on a CUDA device, in the active Python; RACE=100000"
@@ -98,8 +98,10 @@ $(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 demo: $(VENV)/.built
 	@CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= $(BIN)/attncore replay $(wildcard $(TRACE)) --requests 150
 	@echo
-	@echo "next: . $(BIN)/activate; attncore explain; attncore --help; or Python in it: docs/first-steps.md"
-	@echo "a model: pip install --no-build-isolation -e '.[transformers]'; python examples/generate.py"
+	@echo "next: . $(BIN)/activate; attncore explain; attncore --help"
+	@echo "Python in it: docs/first-steps.md"
+	@echo "a model: pip install --no-build-isolation -e '.[transformers]'"
+	@echo "         python examples/generate.py"
 
 # Breaks of the public names since the last tag, or since REV=...
 api-check: $(VENV)/.test
@@ -217,11 +219,12 @@ test-vllm: $(VENV)/.built
 	else echo "test-vllm: skipped: its environment cannot be made:"; grep -i error build/vllm.log || tail -n 3 build/vllm.log; \
 		$(SKIPPED); fi
 
-# Words for pytest in BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
+# K=TestDecode, or other words for pytest in BENCH, run a part: it is compared, and neither saved nor judged.
 # STRICT=1 makes a missed goal an error.
 BENCH ?=
+PART = $(strip $(if $(K),-k "$(K)") $(BENCH))
 bench: $(VENV)/.built $(VENV)/.bench
-	$(BIN)/python benchmarks/run.py $(if $(filter-out 0,$(STRICT)),--strict) $(if $(BENCH),-- $(BENCH))
+	$(BIN)/python benchmarks/run.py $(if $(filter-out 0,$(STRICT)),--strict) $(if $(PART),-- $(PART))
 
 # First of what bench-compare needs, so that nothing is installed in vain.
 with-rev:

@@ -153,7 +153,9 @@ def test_no_negative_slot_is_written():
 
 def test_on_a_cpu_a_slot_past_the_end_writes_nothing():
     key_cache, value_cache = caches("pair", torch.float32, "cpu")
-    with pytest.raises(IndexError, match=r"^slot_mapping: slot 20 is past the end of a cache of 5 blocks of 4 tokens"):
+    with pytest.raises(
+        IndexError, match=r"^slot_mapping: slot 20 is past the end of a cache of 5 blocks of 4 tokens; "
+    ):
         CacheWriter()(*new_tokens(2, "cpu"), key_cache, value_cache, torch.tensor([1, BLOCKS * SIZE]))
     assert not key_cache.any()
     assert not value_cache.any()

@@ -113,7 +113,8 @@ def _render(words: dict[str, str], directory: Path, sources: list[tuple[str, Tra
     made = [path for path in (directory.parent, *directory.parent.parents) if not path.exists()]
     partial = directory.parent / f".attncore-{secrets.token_hex(8)}"  # its name is known before it is made
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file: the next line says that it is no directory
+            directory.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(0o700)
         files = [_write(path, source, words, partial) for path, source in sources]
         # What the user has made private stays so.

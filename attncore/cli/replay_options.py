@@ -117,7 +117,7 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
         "--head-size",
         type=integer(1, 1024),
         metavar="N",
-        help="numbers a head has; scores are scaled by its square root (default 32; of --backend, or on a GPU, "
+        help="numbers a head has; scores are divided by its square root (default 32; of --backend, or on a GPU, "
         "what the backend has)",
     )
     add(

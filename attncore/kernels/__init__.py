@@ -9,10 +9,12 @@ functions on host arrays. ``prepared_launch`` launches kernels of Triton, on a d
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Any, Literal
 
-from attncore import arguments, env
+from attncore.arguments import one_of
+from attncore.env import kernels as asked_for
 
 KernelsName = Literal["cython", "numba"]
 
@@ -26,9 +28,9 @@ def load_kernels(name: KernelsName | None = None) -> Any:
 
     Raises ValueError for an unknown name, and ImportError where the requested module, or either, cannot be imported.
     """
-    asked = name or env.kernels()
+    asked = name or asked_for()
     if asked is not None:
-        wanted = arguments.one_of("kernels", asked, _MODULES)
+        wanted = one_of("kernels", asked, _MODULES)
         try:
             return importlib.import_module(_MODULES[wanted])
         except Exception as error:
@@ -44,6 +46,16 @@ def load_kernels(name: KernelsName | None = None) -> Any:
     raise ImportError(
         f"kernels: none can be imported ({'; '.join(failures)}); {_how_to_get('cython')}; or {_how_to_get('numba')}"
     )
+
+
+def kernels_are_there() -> bool:
+    """Whether kernels can be found, of ``ATTNCORE_KERNELS`` where it is set. None are imported, which takes long: those
+    that are found may fail yet.
+    """
+    found = {"cython": _MODULES["cython"], "numba": "numba"}
+    asked = asked_for()
+    wanted = found if asked is None else {asked: found.get(asked, asked)}
+    return any(importlib.util.find_spec(module) is not None for module in wanted.values())
 
 
 def _how_to_get(name: str) -> str:
@@ -70,7 +82,7 @@ def why_kernels(name: KernelsName | None = None) -> str:
     kernels = load_kernels(name)
     if name:
         why = "asked for by the caller"
-    elif env.kernels():
+    elif asked_for():
         why = "asked for by ATTNCORE_KERNELS"
     elif kernels.IMPLEMENTATION == "cython":
         why = f"the compiled extension is installed (reads Python ints by {kernels.READS_INTS})"

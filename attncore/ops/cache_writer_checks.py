@@ -61,7 +61,7 @@ def check_last_slot(slot_mapping: Tensor, cache: Tensor) -> None:
         raise IndexError(
             f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of "
             f"{counted(num_blocks, 'block')} of "
-            f"{counted(block_size, 'token')}"
+            f"{counted(block_size, 'token')}; tell the batch num_blocks, or give the cache more"
         )
 
 

@@ -1,5 +1,6 @@
 """``attncore list``."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -135,3 +136,20 @@ def test_a_process_loads_what_it_needs_and_collects_garbage_only_meanwhile(site)
     assert "attncore.registry.choice.runs_here" in loaded
     unneeded = "json difflib numpy torch attncore.registry.child_process attncore.registry.choice.candidates"
     assert {*unneeded.split()} & {*loaded} == set()
+
+
+def test_without_kernels_nothing_runs(site, capsys, monkeypatch):
+    """Neither the compiled extension nor numba: they are looked for, and not imported."""
+    find = importlib.util.find_spec
+    hidden = {"attncore._slots", "numba"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else find(name, *more))
+    assert main(["list"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("reference"))
+    assert line.split()[4] == "no"
+    assert "neither the compiled extension nor numba can be found; attncore doctor says how to get them" in line
+    assert main(["list", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["name"] == "reference")
+    assert (row["runs_here"], row["missing"][0]["source"]) == (False, "attncore")
+    hidden.clear()
+    assert main(["list", "--json"]) == 0
+    assert next(row for row in json.loads(capsys.readouterr().out) if row["name"] == "reference")["runs_here"]

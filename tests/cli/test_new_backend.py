@@ -72,9 +72,14 @@ def test_an_empty_directory_by_another_name_will_do(tmp_path, capsys, monkeypatc
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
-    for where in (tmp_path / "file" / "x", tmp_path / "loop", "/proc/x"):
+    for where, why in (
+        (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / "file" / "x" / "y", "Not a directory"),
+        (tmp_path / "loop", "Too many levels of symbolic links"),
+        ("/proc/x", "No such file or directory"),
+    ):
         assert main(["new-backend", "acme", str(where)]) == 2
-        assert f"error: DIR: {where} " in capsys.readouterr().err
+        assert capsys.readouterr().err == f"attncore: error: DIR: {where} cannot be written: {why}\n"
 
 
 def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):

@@ -96,11 +96,20 @@ def test_a_device_is_written_to_and_not_replaced():
     assert not Path("/dev/null").is_file()
 
 
-@pytest.mark.parametrize("name", ["absent/steps.jsonl", "."])
+@pytest.mark.parametrize("name", ["absent/steps.jsonl", ".", "file/steps.jsonl"])
 def test_a_place_that_cannot_be_written_is_named(tmp_path, name):
-    with pytest.raises(OSError, match=r"No such file|is a directory") as caught:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"No such file|is a directory|Not a directory") as caught:
         StepsFile(tmp_path / name, 4).open()
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_named_by_the_command(tmp_path, capsys):
+    """The command takes away what an open that failed may have left, and still says why it failed."""
+    (tmp_path / "file").touch()
+    file = tmp_path / "file/steps.jsonl"
+    assert main(["replay", "--metadata-only", "--requests", "1", "--save-steps", str(file)]) == 2
+    assert capsys.readouterr().err == f"attncore: error: {file} cannot be written: Not a directory\n"
 
 
 def test_a_place_in_a_deleted_folder_is_named(tmp_path, monkeypatch):

@@ -11,6 +11,12 @@ FEATURE_FAULTS = (
         init("features['sliding_window'] = features['sliding_window'] and features['sliding_window'] + 1"),
     ),
     Fault(
+        "window_of_more_than_24_too_wide",
+        "test_window_off_by_one[129]",
+        "it is as if the window were W + 1",
+        init("w = features['sliding_window']; features['sliding_window'] = w and w + (w > 24)"),
+    ),
+    Fault(
         "window_too_narrow",
         "test_window_off_by_one",
         "sliding_window",

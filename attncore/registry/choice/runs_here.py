@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attncore.kernels import kernels_are_there
 from attncore.quoted import listed
 from attncore.registry.choice.fitting_variant import fitting_variant, stated_by
 from attncore.registry.choice.reasons_against import reasons_against
@@ -40,7 +41,15 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
     if (reason := no_device_here(spec, host, record.label)) is not None:
         return (reason,)
     _, _, reasons, _ = fitting_variant(spec, record.label, plain_request(spec), host)
-    return reasons
+    return reasons or _no_kernels()
+
+
+def _no_kernels() -> tuple[Reason, ...]:
+    """Why nothing runs where no kernels of the builders can be found; empty elsewhere."""
+    if kernels_are_there():
+        return ()
+    message = "attncore's kernels: neither the compiled extension nor numba can be found"
+    return (Reason("requirement", message, None, None, "attncore", "attncore doctor says how to get them"),)
 
 
 def reasons_by_variant(record: PluginRecord, host: Host) -> dict[str, tuple[Reason, ...]]:

@@ -81,7 +81,8 @@ class WholeFile:
                     self._partial.replace(self._path)
         finally:
             if not self._direct:
-                with suppress(FileNotFoundError):
+                # What was not opened is not there, and why is told already.
+                with suppress(OSError if self._file is None else FileNotFoundError):
                     self._partial.unlink()
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.engine import NUM_BLOCKS, Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone, run_drawn_batches
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, SLOPES
@@ -31,21 +31,22 @@ def test_a_feature_over_random_batches(attncore_subject: Subject, attncore_examp
 
 
 @covers("sliding_window")
-@pytest.mark.parametrize("window", ["1", "2", "block-1", "block", "block+1", "2*block+1"])
+@pytest.mark.parametrize("window", ["1", "2", "block-1", "block", "block+1", "2*block+1", "129"])
 def test_window_off_by_one(attncore_subject: Subject, window: str) -> None:
     """A window is the number of tokens a query sees, itself included: one more or one less is wrong."""
     attncore_subject.require("sliding_window")
     backend = attncore_subject.backend()
     size = backend.config.block_size
-    tokens = {"1": 1, "2": 2, "block-1": size - 1, "block": size, "block+1": size + 1, "2*block+1": 2 * size + 1}
-    wide = max(1, tokens[window])
+    of_blocks = {"block-1": size - 1, "block": size, "block+1": size + 1, "2*block+1": 2 * size + 1}
+    wide = max(1, of_blocks[window]) if window in of_blocks else int(window)
     batch = attncore_subject.around_a_block(size)
     for context in {wide - 1, wide, wide + 1}:
         if "decode" in attncore_subject.form.phases:
             batch.append((context, 1))
         if "prefill" in attncore_subject.form.phases:
             batch.append((context, 2))
-    engine = Engine(backend, sliding_window=wide)
+    most = sum(-(-(context + query_len + 1) // size) for context, query_len in batch)
+    engine = Engine(backend, num_blocks=NUM_BLOCKS + most, sliding_window=wide)
     run_batch(engine, batch)
     run_decodes_alone(engine)
 

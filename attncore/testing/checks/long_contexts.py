@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.engine import NUM_BLOCKS, Engine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.subject import Subject
 
-__all__ = ["test_steps_over_long_contexts"]
+__all__ = ["test_long_chunks_behind_a_context", "test_steps_over_long_contexts"]
 CONTEXTS = {"long": 2049, "longer": 3001, "short": 3}
+CHUNKS = {"a": (41, 65), "b": (3, 129), "c": (70, 17)}
 
 
 @covers("long contexts")
@@ -23,3 +24,20 @@ def test_steps_over_long_contexts(attncore_subject: Subject) -> None:
     engine.step(dict.fromkeys(CONTEXTS, 1))
     engine.step({"longer": 1})
     engine.step({"longer": 5, "long": 1})
+
+
+@covers("chunked prefill")
+def test_long_chunks_behind_a_context(attncore_subject: Subject) -> None:
+    """Chunks of more tokens than a tile of queries has, behind contexts that a page does not end with; and beside
+    decodes.
+    """
+    attncore_subject.require_phase("prefill")
+    backend = attncore_subject.backend()
+    blocks = sum(-(-(context + chunk + 4) // backend.config.block_size) for context, chunk in CHUNKS.values())
+    engine = Engine(backend, num_blocks=NUM_BLOCKS + blocks)
+    for name, (context, chunk) in CHUNKS.items():
+        engine.add(name, context + chunk + 4)
+        engine.fill({name: context})
+    engine.step({name: chunk for name, (_, chunk) in CHUNKS.items()})
+    if "decode" in engine.phases:
+        engine.step({"a": 1, "b": 1, "c": 4})
