@@ -43,7 +43,8 @@ runpy.run_module("{}", run_name="__main__", alter_sys=True)
 )
 def test_little_is_imported_before_an_interrupt_has_an_answer(name):
     done = subprocess.run([sys.executable, "-c", EARLY.format(name)], capture_output=True, text=True, check=True)
-    assert {one.partition(".")[0] for one in done.stdout.split()} == {"attncore"}
+    loaded = {one.partition(".")[0] for one in done.stdout.split()}
+    assert loaded - {*sys.builtin_module_names} == {"attncore"}, "what Python itself holds takes no time"
 
 
 SWALLOWED = """
