@@ -1,5 +1,6 @@
 """What ``make`` says of its targets."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,14 +13,14 @@ INSIDE = {"help", "test-vllm", "test-sglang", "with-rev"}
 
 
 def test_help_has_every_target_and_fits_a_terminal():
-    shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = said_by_make("-s", "help")
     phony = re.search(r"^\.PHONY: (.*?[^\\])\n", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)[1]
     assert {line.split()[1] for line in shown.splitlines()} == set(phony.replace("\\\n", "").split()) - INSIDE
     assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_demo_ends_in_lines_that_fit_a_terminal():
-    shown = printed("demo", "-o", ".venv/.built")
+    shown = said_by_make("-n", "demo", "-o", ".venv/.built")
     said = re.findall(r'^echo "(.*)"$', shown, re.MULTILINE)
     assert said[0] == "next: . .venv/bin/activate; attncore explain; attncore --help"
     assert max(map(len, said)) <= 80
@@ -37,10 +38,12 @@ def test_the_demo_ends_in_lines_that_fit_a_terminal():
 )
 def test_a_part_of_the_benchmarks_is_named_as_for_a_comparison(words, given):
     """K was ignored by `make bench`, which then ran all of them."""
-    shown = printed("bench", "-o", ".venv/.built", "-o", ".venv/.bench", *words)
+    shown = said_by_make("-n", "bench", "-o", ".venv/.built", "-o", ".venv/.bench", *words)
     assert " ".join(shown.split()) == f".venv/bin/python benchmarks/run.py{given}"
 
 
-def printed(*words):
-    """What make would run."""
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def said_by_make(*words):
+    """Standard output of make, as where no other make has started it."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout

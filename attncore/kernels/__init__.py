@@ -8,6 +8,7 @@ functions on host arrays. ``prepared_launch`` launches kernels of Triton, on a d
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -55,7 +56,13 @@ def kernels_are_there() -> bool:
     found = {"cython": _MODULES["cython"], "numba": "numba"}
     asked = asked_for()
     wanted = found if asked is None else {asked: found.get(asked, asked)}
-    return any(importlib.util.find_spec(module) is not None for module in wanted.values())
+    return any(map(_can_be_found, wanted.values()))
+
+
+@functools.cache
+def _can_be_found(module: str) -> bool:
+    """Looked for once: Python loses a signal that arrives while it drops the lock of an import."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _how_to_get(name: str) -> str:

@@ -7,6 +7,7 @@ import sys
 
 from planting import SPEC, zoo
 
+from attncore import kernels
 from attncore.cli import main
 
 
@@ -141,6 +142,7 @@ def test_a_process_loads_what_it_needs_and_collects_garbage_only_meanwhile(site)
 def test_without_kernels_nothing_runs(site, capsys, monkeypatch):
     """Neither the compiled extension nor numba: they are looked for, and not imported."""
     find = importlib.util.find_spec
+    monkeypatch.setattr(kernels, "_can_be_found", kernels._can_be_found.__wrapped__)
     hidden = {"attncore._slots", "numba"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else find(name, *more))
     assert main(["list"]) == 0
