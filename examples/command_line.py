@@ -45,7 +45,7 @@ def asked_of_ranks(description: str | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
+    parser.add_argument("words", nargs="*", default=(), metavar="WORD", help="the text (default: Once upon a time)")
     parser.add_argument(
         "--share-keys",
         action="store_true",

@@ -48,7 +48,7 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, nargs="?")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
+    parser.add_argument("words", nargs="*", default=(), metavar="WORD", help="the text (default: Once upon a time)")
     asked = parser.parse_args()
     try:
         import torch

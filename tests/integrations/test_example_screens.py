@@ -41,6 +41,7 @@ def test_help_fits_a_terminal_and_needs_no_library(name, tmp_path):
         (["ranks.py", "--share-key", "x", "--rank"], "unrecognized arguments: --rank"),
         (["serve.py", "x", "--port", "65536"], "argument --port: 65536: give a number from 0 to 65535"),
         (["replicas.py", "localhost:1", "--port", "-1"], "argument --port: -1: give a number from 0 to 65535"),
+        (["ranks.py"], "the following arguments are required: MODEL"),
         (["ranks.py", "x"], "RANK is not set; start every rank by torchrun, as --help shows"),
     ],
 )
