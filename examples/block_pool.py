@@ -55,3 +55,7 @@ class BlockPool:
         block, key = self._known.popitem(last=False)
         del self._block_of[key], self._key_of[block]
         return block
+
+
+if __name__ == "__main__":
+    raise SystemExit("block_pool.py is a module; run generate.py beside it")

@@ -52,3 +52,7 @@ def asked_of_ranks(description: str | None) -> argparse.Namespace:
         help="each rank has the whole model, and a part of every request's keys and values: context parallelism",
     )
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit("command_line.py is a module; run generate.py beside it")

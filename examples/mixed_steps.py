@@ -31,3 +31,7 @@ class MixedSteps:
         for tensor, given in zip(self.inputs, step, strict=True):
             tensor[: len(given)] = given
         return self.graph.replay(metadata)[: len(step[2])]
+
+
+if __name__ == "__main__":
+    raise SystemExit("mixed_steps.py is a module; run generate.py beside it")

@@ -112,3 +112,7 @@ class TakesPrompts:
         for number, piece in self.generate(prompts, max_new_tokens, **sampling):
             outputs[number].append(piece)
         return ["".join(out) if isinstance(one, str) else out for one, out in zip(prompts, outputs, strict=True)]
+
+
+if __name__ == "__main__":
+    raise SystemExit("prompts.py is a module; run generate.py beside it")

@@ -66,3 +66,7 @@ class Request:
             said = np.array(self.tokens[n * size : (n + 1) * size]).tobytes()
             self.keys.append(hashlib.sha256((self.keys[-1] if n else b"") + said).digest())
         return self.keys[index]
+
+
+if __name__ == "__main__":
+    raise SystemExit("request.py is a module; run generate.py beside it")

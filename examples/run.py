@@ -77,3 +77,7 @@ class SampledTokens:
         if event is not None:
             event.record()
         return Tokens(copy, event)
+
+
+if __name__ == "__main__":
+    raise SystemExit("run.py is a module; run generate.py beside it")

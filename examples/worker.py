@@ -206,3 +206,7 @@ class Worker:
             return bool(self.graphs) and self.builder.run_ahead(1, bucket=min(self.graphs)).stop() == 0
         except ValueError:
             return False
+
+
+if __name__ == "__main__":
+    raise SystemExit("worker.py is a module; run generate.py beside it")

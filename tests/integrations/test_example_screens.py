@@ -58,3 +58,9 @@ def test_what_is_not_installed_is_one_line(name, tmp_path):
     assert done.returncode
     assert "torch is not installed: pip install " in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_file_says_something_when_it_is_run(name):
+    done = run(name, "--help")
+    assert done.stdout or "is a module; run generate.py beside it" in done.stderr
