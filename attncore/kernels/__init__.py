@@ -49,20 +49,25 @@ def load_kernels(name: KernelsName | None = None) -> Any:
     )
 
 
-def kernels_are_there() -> bool:
-    """Whether kernels can be found, of ``ATTNCORE_KERNELS`` where it is set. None are imported, which takes long: those
-    that are found may fail yet.
+def lacking_kernels() -> str:
+    """What of the kernels cannot be found; empty where those of ``ATTNCORE_KERNELS`` are there, or any without it.
+
+    None are imported, which takes long: those that are found may fail yet, and a name that is none is not judged.
     """
     found = {"cython": _MODULES["cython"], "numba": "numba"}
     asked = asked_for()
-    wanted = found if asked is None else {asked: found.get(asked, asked)}
-    return any(map(_can_be_found, wanted.values()))
+    if asked in found:
+        return "" if _can_be_found(found[asked]) else f"those of {asked}, which ATTNCORE_KERNELS asks for"
+    return "" if any(map(_can_be_found, found.values())) else "the compiled extension, and numba in its place"
 
 
 @functools.cache
 def _can_be_found(module: str) -> bool:
     """Looked for once: Python loses a signal that arrives while it drops the lock of an import."""
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # what stands in its place in sys.modules says nothing of where it came from
+        return True
 
 
 def _how_to_get(name: str) -> str:

@@ -7,6 +7,7 @@ import sys
 
 from planting import SPEC, zoo
 
+import attncore
 from attncore import kernels
 from attncore.cli import main
 
@@ -148,7 +149,15 @@ def test_without_kernels_nothing_runs(site, capsys, monkeypatch):
     assert main(["list"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("reference"))
     assert line.split()[4] == "no"
-    assert "neither the compiled extension nor numba can be found; attncore doctor says how to get them" in line
+    lacking = "kernels cannot be found: the compiled extension, and numba in its place"
+    assert f"{lacking}; attncore doctor says how to get them" in line
+    hidden.remove("attncore._slots")
+    assert "reference" in attncore.backends().runs_here
+    monkeypatch.setenv("ATTNCORE_KERNELS", "numba")
+    assert main(["list"]) == 0
+    assert "those of numba, which ATTNCORE_KERNELS asks for" in capsys.readouterr().out
+    monkeypatch.delenv("ATTNCORE_KERNELS")
+    hidden.add("attncore._slots")
     assert main(["list", "--json"]) == 0
     row = next(row for row in json.loads(capsys.readouterr().out) if row["name"] == "reference")
     assert (row["runs_here"], row["missing"][0]["source"]) == (False, "attncore")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncore.kernels import kernels_are_there
+from attncore.kernels import lacking_kernels
 from attncore.quoted import listed
 from attncore.registry.choice.fitting_variant import fitting_variant, stated_by
 from attncore.registry.choice.reasons_against import reasons_against
@@ -46,9 +46,10 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
 
 def _no_kernels() -> tuple[Reason, ...]:
     """Why nothing runs where no kernels of the builders can be found; empty elsewhere."""
-    if kernels_are_there():
+    lacking = lacking_kernels()
+    if not lacking:
         return ()
-    message = "attncore's kernels: neither the compiled extension nor numba can be found"
+    message = f"attncore's kernels cannot be found: {lacking}"
     return (Reason("requirement", message, None, None, "attncore", "attncore doctor says how to get them"),)
 
 
