@@ -40,6 +40,7 @@ _OVERRIDDEN = (
 """Methods that are guarded where the backend's class has them: attncore's own need no guard."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 """Those that end a command, of timers too."""
+_TRIES = 100
 _NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 """What torch's errors say where a tensor does not fit."""
 
@@ -120,29 +121,42 @@ class _Guard:
                 if finish is not None:
                     finish(result, *args)
             finally:
-                self._put_back()
+                self._put_all_back()
         except KeyboardInterrupt:
             raise
         except _WrongResultError as error:
             raise BackendError(f"{self._whose}: {what} {error}") from None
         except BaseException as error:
+            if self._inside:  # a handler of the backend's own has raised before
+                self._put_all_back()
             if spared(error):
                 raise
             cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
             raise BackendError(f"{self._whose} failed in {what}: {describe_error(cause)}") from error
         finally:
-            if self._inside:  # a handler of the backend's own has raised before
-                self._put_back()
+            if self._inside:
+                self._put_all_back()
         return result
+
+    def _put_all_back(self) -> None:
+        """``_put_back``, begun again where a handler of the backend's raises meanwhile: its timer may run on."""
+        for _ in range(_TRIES):
+            try:
+                self._put_back()
+            except Exception:
+                if self._inside:
+                    continue
+            return
+        self._put_back()
 
     def _put_back(self) -> None:
         """Has streams, recursion limit, timers and signals that end a command as they were; twice is as once."""
-        end_if_forked(self._process)
         sys.setrecursionlimit(self._limit)  # what follows calls functions
+        if threading.current_thread() is threading.main_thread() and not raises_again():
+            self._signals.restore()  # then no handler of the backend's interrupts what follows
+        end_if_forked(self._process)
         put_streams(self._streams)
         faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it
-        if threading.current_thread() is threading.main_thread() and not raises_again():
-            self._signals.restore()
         self._inside = False
 
     def layer(self, impl: Any, layer_name: Any) -> None:

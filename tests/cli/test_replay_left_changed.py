@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -126,3 +127,28 @@ def test_a_recursion_limit_of_a_backend_s_ends_no_replay(where, acme, trace, cap
     limit = sys.getrecursionlimit()
     code, _, err = replayed(capsys, trace)
     assert (code, err, sys.getrecursionlimit()) == (1, "", limit)  # of a backend that returns the query
+
+
+def test_a_timer_that_goes_on_interrupts_no_answer():
+    """Its handler raises every tenth of a millisecond, in the guard around the backend's call, too."""
+    program = """
+import signal, sys, time
+from attncore.replay.backend_code import BackendError, _Guard
+guard, told = _Guard("backend acme"), 0
+def call():
+    signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    time.sleep(9)
+def said():
+    try:
+        guard.call("forward", call)
+    except BackendError:
+        return signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    except ZeroDivisionError:
+        return False
+for _ in range(500):
+    told += said()
+print(told)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 480, "all but those that two handlers in a row interrupt"
