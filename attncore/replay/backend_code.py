@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import threading
+from _signal import pthread_sigmask  # type: ignore[import-not-found]  # that of signal is a function of Python
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ _OVERRIDDEN = (
 """Methods that are guarded where the backend's class has them: attncore's own need no guard."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 """Those that end a command, of timers too."""
+_OF_TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 _TRIES = 100
 _NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 """What torch's errors say where a tensor does not fit."""
@@ -114,6 +116,7 @@ class _Guard:
         """
         if self._inside:
             return function(*args, **kwargs)
+        in_main = threading.current_thread() is threading.main_thread()
         self._streams, self._limit, self._inside = found_streams(), sys.getrecursionlimit(), True
         try:
             try:
@@ -121,6 +124,9 @@ class _Guard:
                 if finish is not None:
                     finish(result, *args)
             finally:
+                # First, and one call of C: afterwards each of these may interrupt once, and then no more, what follows.
+                if in_main:
+                    pthread_sigmask(signal.SIG_BLOCK, _OF_TIMERS)
                 self._put_all_back()
         except KeyboardInterrupt:
             raise
@@ -152,8 +158,11 @@ class _Guard:
     def _put_back(self) -> None:
         """Has streams, recursion limit, timers and signals that end a command as they were; twice is as once."""
         sys.setrecursionlimit(self._limit)  # what follows calls functions
-        if threading.current_thread() is threading.main_thread() and not raises_again():
-            self._signals.restore()  # then no handler of the backend's interrupts what follows
+        if threading.current_thread() is threading.main_thread():
+            if raises_again():
+                pthread_sigmask(signal.SIG_SETMASK, self._signals.blocked)
+            else:
+                self._signals.restore()  # then no handler of the backend's interrupts what follows
         end_if_forked(self._process)
         put_streams(self._streams)
         faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it
