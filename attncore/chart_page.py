@@ -31,11 +31,12 @@ def library() -> Any:
     """pygal, without the finder of its own on ``sys.meta_path``: Python warns of its protocol at each later import.
 
     ImportError where it, or pygaljs, is not installed."""
-    import pygal
-    import pygal.style
-    import pygaljs  # noqa: F401  (page reads it)
-
-    sys.meta_path[:] = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    try:
+        import pygal
+        import pygal.style
+        import pygaljs  # noqa: F401  (page reads it)
+    finally:  # also where pygaljs is not installed
+        sys.meta_path[:] = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     return pygal
 
 
