@@ -1,9 +1,9 @@
 """Reading what arrives from outside: never more of it than was said, whatever the file turns out to be.
 
 ``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines (``standard_input``: of that, also
-where it does not wait by itself), ``parse_json`` for text that is data alone. Errors are
-ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls puts before it what was read. The
-module imports nothing of attncore but how values are quoted.
+where it does not wait by itself), ``parse_json`` for text that is data alone, ``loaded_json`` for a line whose fields
+are checked elsewhere. Errors are ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls
+puts before it what was read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from attncore.broken_json import BLANKS, mistake, not_utf8
 from attncore.quoted import quoted_json
 from attncore.show import counted
 
@@ -83,29 +84,42 @@ def bounded_lines(stream: Readable, most: int) -> Iterator[bytes]:
         yield line
 
 
-def parse_json(data: bytes, depth: int) -> Any:
+def parse_json(data: bytes, depth: int, empty: str) -> Any:
     """A JSON value of at most ``depth`` levels; ValueError for what is not JSON, for NaN, and for a field given twice.
 
-    ``Infinity`` is read as it is: configurations of models have it.
+    ``Infinity`` is read as it is: configurations of models have it. ``empty`` says what to do where nothing is there.
     """
+    value = loaded_json(
+        utf8(data), empty, parse_constant=_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
+    )
+    if _is_deeper(value, depth):
+        raise ValueError(f"is nested too deeply to be read: more than {depth} levels")
+    return value
+
+
+def utf8(data: bytes) -> str:
+    """The text of bytes; ValueError in words of attncore."""
     try:
-        value = json.loads(
-            data.decode(), parse_constant=_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
-        )
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise ValueError(not_utf8(error)) from None
+
+
+def loaded_json(text: str, empty: str, **hooks: Any) -> Any:
+    """``json.loads`` with ``hooks``; ValueError in words of attncore, and as ``refuse`` raises it in a hook."""
+    text = text.rstrip(BLANKS)  # what is wrong behind its last character is that it ends there
+    if not text:
+        raise ValueError(f"is empty; {empty}")
+    try:
+        return json.loads(text, **hooks)
     except json.JSONDecodeError as error:
-        words = error.msg.removesuffix(" at")  # "Unterminated string starting at"
-        raise ValueError(f"is not JSON: {words} at line {error.lineno}, column {error.colno}") from None
+        raise ValueError(mistake(error)) from None
     except RecursionError:
         raise ValueError("is nested too deeply to be read") from None
     except _RefusedError:
         raise
-    except ValueError:
-        raise ValueError(f"holds {integer_of_many_digits()}") from None
-    if _is_deeper(value, depth):
-        raise ValueError(f"is nested too deeply to be read: more than {depth} levels")
-    return value
+    except ValueError:  # Python's text speaks of its interpreter, which no file is to change
+        raise ValueError(f"holds an integer of more than {sys.get_int_max_str_digits()} digits") from None
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
@@ -119,20 +133,20 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 def _constant(name: str) -> float:
     if name == "NaN":
-        _refuse("is not JSON: NaN is no number")
+        refuse("is not JSON: NaN is no number")
     return float(name)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        _refuse(f"holds a number that is too large: {text[:20]}")
+        refuse(f"holds a number that is too large: {text[:20]}")
     return value
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if (name := duplicate(pairs)) is not None:
-        _refuse(f"has the field {quoted_json(name)} twice in one object")
+        refuse(f"has the field {quoted_json(name)} twice in one object")
     return dict(pairs)
 
 
@@ -152,12 +166,6 @@ class _RefusedError(ValueError):
     """What is refused here, and not by ``json``."""
 
 
-def _refuse(text: str) -> NoReturn:
+def refuse(text: str) -> NoReturn:
+    """In a hook of ``loaded_json``: its ValueError."""
     raise _RefusedError(text)
-
-
-def integer_of_many_digits() -> str:
-    """What ``json.loads`` has met where it raises a ValueError of its own that is no JSONDecodeError: Python's text
-    speaks of its interpreter, which no file is to change.
-    """
-    return f"an integer of more than {sys.get_int_max_str_digits()} digits"

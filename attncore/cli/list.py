@@ -3,6 +3,9 @@
 Loads each plugin's light module in this process: this runs the plugin's code, and a plugin that hangs on import hangs
 the command (`attncore doctor` loads each in a child process). ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS state what
 may load.
+
+DEVICES are sorted and have no priorities, which `attncore show` prints: what an entry such as cuda:sm_80+ contains is
+not named again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Show what a backend has: every fact of its spec and of each variant, with what it means, and whether it runs here.
 
 Nothing of its library is imported: it is what the plugin declares, which `attncore verify` and the conformance kit put
-to the test. With --all, a row for each backend; with --markdown, the capability matrix of all: hardware, features,
-sizes, and why not.
+to the test. Devices are sorted, with their priorities: where several entries match a device, the closest one counts, as
+cuda:sm_90 before cuda:sm_80+. With --all, a row for each backend; with --markdown, the capability matrix of all:
+hardware, features, sizes, and why not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attncore.quoted import listed
 from attncore.registry import package_requirements
 from attncore.registry.choice.capability_matrix import columns, markdown
 from attncore.registry.choice.runs_here import reasons_by_variant, reasons_here
+from attncore.registry.device_patterns import without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -114,7 +116,7 @@ def _rows(records: Sequence[PluginRecord], host: Host) -> Iterator[tuple[str, ..
             column.backend,
             column.variant or "-",
             "yes" if runs[column.backend, column.variant] else "no",
-            ", ".join(column.spec.devices),
+            ", ".join(without_contained(column.spec.devices)),
             facts["dtypes"],
             facts["head_sizes"],
             column.spec.cuda_graph,

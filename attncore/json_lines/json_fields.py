@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from attncore.arguments import INT32_MAX
-from attncore.input_files import duplicate, integer_of_many_digits
+from attncore.input_files import duplicate, loaded_json, refuse, utf8
 from attncore.quoted import MOST, quoted_json
 
 REQUIRED = object()
@@ -17,20 +17,10 @@ REQUIRED = object()
 def read_record(line: str | bytes) -> tuple[str, Any]:
     """The line as text, and parsed; ValueError that begins with ``batch``."""
     try:
-        text = line.decode() if isinstance(line, bytes) else line
-        return text, json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("batch: nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        # Without the end of the line, which would begin a line, and a column, of its own.
-        column = min(error.pos, len(text.rstrip("\r\n"))) + 1
-        raise ValueError(f"batch: not JSON ({error.msg.removesuffix(' at')} at column {column})") from None
-    except _ConstantError:
-        raise
-    except ValueError:
-        raise ValueError(f"batch: {integer_of_many_digits()}") from None
+        text = utf8(line) if isinstance(line, bytes) else line
+        return text, loaded_json(text, "a JSON object is expected", parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"batch: {error}") from None
 
 
 def refuse_duplicates(text: str) -> None:
@@ -97,9 +87,5 @@ def boolean(path: str, value: Any) -> bool:
     return value
 
 
-class _ConstantError(ValueError):
-    """NaN or an infinity."""
-
-
 def _refuse_constant(name: str) -> NoReturn:
-    raise _ConstantError(f"batch: not JSON ({name} is no JSON number)")
+    refuse(f"is not JSON: {name} is no number")

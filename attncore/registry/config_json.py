@@ -23,7 +23,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     place = os.fspath(path)  # as it is: of "config.json/", the name of a folder, Path would make that of the file
     try:
         place = os.path.join(place, "config.json") if os.path.isdir(place) else place
-        config = parse_json(read_file(place, MAX_BYTES), MAX_DEPTH)
+        config = parse_json(
+            read_file(place, MAX_BYTES), MAX_DEPTH, "a model's configuration (a JSON object) is expected"
+        )
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -8,7 +8,7 @@ A host's device is ``cpu``, ``cuda:sm_<n>`` or ``rocm:gfx<id>``. A pattern is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ _PATTERN = re.compile(
     r"any|cpu|cuda|rocm|cuda:sm_[0-9]{2,3}\+?|rocm:gfx[0-9]{1,3}[0-9a-f]{2}|rocm:gfx[0-9]{1,3}[0-9a-f]{0,2}\*"
 )
 PATTERNS = "any, cpu, cuda, cuda:sm_90, cuda:sm_80+, rocm, rocm:gfx942, rocm:gfx11*"
+_PLATFORMS = ("any", "cpu", "cuda", "rocm")
+"""In the order in which texts name them."""
 
 
 class Match(NamedTuple):
@@ -74,3 +76,44 @@ def best_match(devices: Mapping[str, int], device: str) -> Match | None:
         if close is not None and (best is None or close > best.specificity):
             best = Match(priority, pattern, close)
     return best
+
+
+def in_order(patterns: Iterable[str]) -> list[str]:
+    """Devices and patterns of them as a text names them: platform by platform, from the oldest hardware to the newest.
+
+    The order in which a spec declares them means nothing: of several that match, the most specific counts.
+    """
+    return sorted(patterns, key=_place)
+
+
+def without_contained(patterns: Iterable[str]) -> list[str]:
+    """The same devices ``in_order``, without the patterns that another one contains: of ``cuda:sm_80+`` and
+    ``cuda:sm_90``, the first. For a text that says which devices there are, and not with which priority.
+    """
+    return list(_without_contained(tuple(patterns)))
+
+
+@lru_cache(maxsize=256)  # a negotiation asks it for each variant that it refuses
+def _without_contained(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    named = in_order(patterns)
+    wide = [one for one in named if not _DEVICE.fullmatch(one)]
+    return tuple(one for one in named if not any(_contains(other, one) for other in wide))
+
+
+def _place(pattern: str) -> tuple[int, int, str, bool]:
+    """Platform, generation, what follows that in a name of AMD's, and whether it is one device (``+`` comes after it).
+
+    Of ``gfx90a`` the generation is 9, of ``gfx1100`` 11: one digit, or two that begin with a 1.
+    """
+    platform, _, arch = pattern.partition(":")
+    number = arch.rstrip("+*").removeprefix("sm_").removeprefix("gfx")
+    digits = len(number) if platform == "cuda" else 2 if number.startswith("1") else 1
+    generation = int(number[:digits].ljust(digits, "0") or 0)
+    return _PLATFORMS.index(platform), generation, number[digits:], pattern.endswith("+")
+
+
+def _contains(wide: str, narrow: str) -> bool:
+    """Whether every device of ``narrow`` is one of ``wide``, another pattern of several devices."""
+    if wide == narrow:
+        return False
+    return wide == "any" or (":" in narrow and specificity(wide, narrow.rstrip("+*")) is not None)

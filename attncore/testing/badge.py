@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HEADERS = ("backend", "from", "attncore", "device", "supported", "unsupported", "failed")
 LABEL = "attncore kit"
 _MOST, _DEPTH = 1 << 22, 8
+_REMEDY = "write it by `python -m attncore.testing NAME --json`"
 _LETTER, _MARGIN = 7, 6
 """Pixels that a letter takes at most in 11 pixels of Verdana, and on either side of a text."""
 
@@ -72,13 +73,13 @@ def read_table(name: str) -> Mapping[str, Any]:
         data = standard_input().read(_MOST + 1) if name == "-" else read_file(name, _MOST)
         if len(data) > _MOST:
             raise ValueError(f"is longer than {_MOST} bytes")
-        found = parse_json(data, _DEPTH)
+        found = parse_json(data, _DEPTH, _REMEDY)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{name} {error}") from error
     if problem := _problem(found):
-        raise UsageError(f"{name}: {problem}; write it by `python -m attncore.testing NAME --json`")
+        raise UsageError(f"{name}: {problem}; {_REMEDY}")
     return dict(found)
 
 

@@ -159,7 +159,7 @@ def test_a_named_pipe_is_read_line_by_line(tmp_path, capsys):
     os.waitpid(child, 0)
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 1
-    assert captured.err.startswith("line 2: batch: not JSON")
+    assert captured.err.startswith("line 2: batch: ends in the middle of a value")
 
 
 LONG = "x" * 10**5

@@ -150,7 +150,7 @@ def test_any_step_is_what_the_oracle_says(step):
 
 FIRST = "sequences.0"
 BAD = [
-    ("{", "batch: not JSON"),
+    ("{", "batch: ends in the middle of a value"),
     ("[]", "batch: [] is not an object"),
     (changed("groups", []), "groups: unknown field; known: sequences"),
     (changed("block_size", 4), "block_size: unknown field; known: sequences"),

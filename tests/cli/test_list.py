@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -45,6 +46,28 @@ def test_devices_are_those_of_all_variants(site, capsys):
     assert main(["list", "--json"]) == 0
     (two,) = (row for row in json.loads(capsys.readouterr().out) if row["name"] == "two")
     assert two["devices"] == {"cuda:sm_75": 3, "cuda:sm_80+": 9}
+
+
+def test_devices_are_sorted_and_each_is_named_once(site, capsys):
+    """In whatever order a spec declares them, which means nothing."""
+    devices = '{"rocm:gfx1100": 9, "cuda:sm_100": 60, "cuda:sm_80+": 55, "rocm:gfx942": 7, "cuda:sm_75": 60}'
+    source = SPEC.format(name="mixed", module="mixed", extra="")
+    site.plugin("mixed", re.sub(r"devices=\{.*?\}", f"devices={devices}", source))
+    assert main(["list"]) == 0
+    shown = " cuda:sm_75, cuda:sm_80+, rocm:gfx942, rocm:gfx1100 "
+    assert shown in capsys.readouterr().out
+    assert main(["show", "--all"]) == 0
+    assert shown in capsys.readouterr().out
+    assert main(["list", "--json"]) == 0
+    (mixed,) = (row for row in json.loads(capsys.readouterr().out) if row["name"] == "mixed")
+    assert mixed["devices"] == json.loads(devices)
+    assert mixed["missing"][0]["accepted"] == shown.strip().split(", ")
+    assert mixed["missing"][0]["message"].endswith(f"supported: {shown.strip()}")
+    assert main(["show", "mixed"]) == 0
+    priorities = "cuda:sm_75 (priority 60), cuda:sm_80+ (priority 55), cuda:sm_100 (priority 60), "
+    assert f"{priorities}rocm:gfx942 (priority 7), rocm:gfx1100 (priority 9); the closest entry counts" in (
+        capsys.readouterr().out
+    )
 
 
 def test_what_plugins_print_does_not_spoil_json(site, capsys):

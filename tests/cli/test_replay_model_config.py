@@ -241,7 +241,7 @@ def gone(path):
         (folder, "Is a directory"),
         (zeros, "is not a regular file"),
         (gone, "No such file"),
-        (b"", "is not JSON"),
+        (b"", "config.json is empty; a model's configuration (a JSON object) is expected"),
         (b"[]", "holds a list, not an object"),
         (b" " * (4 * 2**20 + 1), "is larger than 4194304 bytes"),
         (b"[" * 100_000, "is nested too deeply"),
@@ -251,7 +251,8 @@ def gone(path):
         (b'{"a": ' + b"9" * 5000 + b"}", "holds an integer of more than 4300 digits"),
         (b'{"a": 1, "a": 2}', 'has the field "a" twice in one object'),
         (b'{"a": "\xff"}', "is not UTF-8"),
-        (json.dumps(LLAMA).encode()[:-9], "is not JSON"),
+        (json.dumps(LLAMA).encode()[:-9], "config.json ends in the middle of a value, at column"),
+        (b"{'a': 1}", "config.json is not JSON: expected a name in double quotes"),
     ],
     ids=lambda value: (
         value[:9].decode(errors="replace") if isinstance(value, bytes) else getattr(value, "__name__", "")

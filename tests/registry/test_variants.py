@@ -155,7 +155,7 @@ def test_a_distribution_that_spec_and_variant_require_is_named_once(requires, ve
 def test_where_no_variant_is_for_the_device_one_reason_says_so():
     kinds = (Variant("a", devices={"rocm:gfx942": 9}), Variant("b", devices={"cuda:sm_80+": 9}, head_sizes={80}))
     assert reasons(kinds, Host.assume("gfx1100")) == [
-        "device rocm:gfx1100 not supported by attn-one 0.1.0; supported: rocm:gfx942, cuda:sm_80+"
+        "device rocm:gfx1100 not supported by attn-one 0.1.0; supported: cuda:sm_80+, rocm:gfx942"
     ]
 
 

@@ -106,19 +106,35 @@ BAD = {
     "azure, bad month": (azure_row("2023-13-16 18:15:50.9,1,1"), ["row 2 (line 3)", "TIMESTAMP", "2023-13-16"]),
     "azure, other time": (azure_row("16/11/2023 18:15,1,1"), ["row 2 (line 3)", "TIMESTAMP"]),
     "azure, out of order": (azure_row("2023-11-16 18:15:46.6805899,1,1"), ["row 2 (line 3)", "TIMESTAMP", "order"]),
-    "mooncake, cut": (lines(*MOONCAKE)[:-20], ["row 3", "JSON", "cut"]),
-    "mooncake, empty line": (lines(MOONCAKE[0]) + "\n" + lines(MOONCAKE[2]), ["row 2", "JSON"]),
-    "mooncake, not an object": (lines(MOONCAKE[0], [1, 2]), ["row 2", "JSON", "list"]),
-    "mooncake, nested without end": (lines(MOONCAKE[0]) + "[" * 100_000, ["row 2", "JSON"]),
+    "mooncake, cut": (
+        lines(*MOONCAKE)[:-20],
+        ["row 3: the line ends in the middle of a value, at column", ": it may be cut"],
+    ),
+    "mooncake, cut in a string": (
+        lines(MOONCAKE[0]) + '{"timest\n',
+        ["row 2: the line ends in the middle of a value, at column 8: it may be cut"],
+    ),
+    "mooncake, empty line": (
+        lines(MOONCAKE[0]) + "\n" + lines(MOONCAKE[2]),
+        ["row 2: the line is empty; each line has timestamp,"],
+    ),
+    "mooncake, not an object": (
+        lines(MOONCAKE[0], [1, 2]),
+        ["row 2: the line is [1, 2], not an object with timestamp,"],
+    ),
+    "mooncake, nested without end": (lines(MOONCAKE[0]) + "[" * 100_000, ["row 2: the line is nested too deeply"]),
     "mooncake, a field twice": (
         lines(MOONCAKE[0]) + '{"timestamp": 0, ' + json.dumps(MOONCAKE[0])[1:],
-        ["row 2", 'JSON: has the field "timestamp" twice'],
+        ['row 2: the line has the field "timestamp" twice'],
     ),
     "mooncake, deep": (
         lines(MOONCAKE[0]) + '{"x": ' + "[" * 99 + "]" * 99 + ", " + json.dumps(MOONCAKE[0])[1:],
-        ["row 2", "JSON: is nested too deeply"],
+        ["row 2: the line is nested too deeply"],
     ),
-    "mooncake, digits without end": (lines(MOONCAKE[0]) + '{"timestamp": ' + "9" * 5000 + "}", ["row 2", "JSON"]),
+    "mooncake, digits without end": (
+        lines(MOONCAKE[0]) + '{"timestamp": ' + "9" * 5000 + "}",
+        ["row 2: the line holds"],
+    ),
     "mooncake, other fields": (lines({"time": 1}), ["row 1", "timestamp: missing"]),
     "mooncake, no ids": (mooncake_row(hash_ids=...), ["row 2", "hash_ids: missing"]),
     "mooncake, too few ids": (mooncake_row(hash_ids=[0]), ["row 2", "hash_ids: 1 found", "1024 needs 2", "512"]),
@@ -135,7 +151,10 @@ BAD = {
     "mooncake, length in text": (mooncake_row(input_length="12"), ["row 2", "input_length", '"12"']),
     "mooncake, negative time": (lines({**MOONCAKE[0], "timestamp": -1}), ["row 1", "timestamp: -1"]),
     "mooncake, no time": (mooncake_row(timestamp=None), ["row 2", "timestamp", "null"]),
-    "mooncake, time is not a number": (mooncake_row(timestamp=float("nan")), ["row 2", "JSON: NaN is no number"]),
+    "mooncake, time is not a number": (
+        mooncake_row(timestamp=float("nan")),
+        ["row 2: the line is not JSON: NaN is no number"],
+    ),
     "mooncake, out of order": (mooncake_row(timestamp=499), ["row 2", "timestamp: 499", "500", "order"]),
 }
 

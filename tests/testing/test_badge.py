@@ -85,11 +85,11 @@ def test_the_badge(written, tmp_path, capsys, states, text, color):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "kit.json is not JSON"),
+        ("", "kit.json is empty; write it by `python -m attncore.testing NAME --json`"),
         ("[1]", "[1] is no table of the kit; write it by `python -m attncore.testing NAME --json`"),
         (json.dumps({**TABLE, "version": 3}), "version: 3 is not a text"),
         (json.dumps({**TABLE, "rows": [{"state": "failed"}]}), "rows: "),
-        ("[" * 100, "kit.json is not JSON"),
+        ("[" * 100, "kit.json ends in the middle of a value, at column 100: it may be cut"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, capsys, text, said):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from attncore.quoted import one_line
 from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.choice.runs_here import plain_request
-from attncore.registry.device_patterns import best_match, canonical
+from attncore.registry.device_patterns import best_match, canonical, in_order
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.spec.backend_spec import BackendSpec
@@ -87,14 +87,13 @@ _LEADS = {
 
 
 def _devices(found: Iterable[Column]) -> list[str]:
-    """DEVICES and those that the specs name, without a ``+``: platform by platform."""
+    """DEVICES and those that the specs name, without a ``+``."""
     named = dict.fromkeys(DEVICES)
     for column in found:
         for pattern in column.spec.devices:
             if ":" in pattern and not pattern.endswith("*"):
                 named[canonical(pattern.rstrip("+"))] = None
-    platforms = ("cpu", "cuda", "rocm")
-    return sorted(named, key=lambda device: (platforms.index(device.partition(":")[0]), len(device), device))
+    return in_order(named)
 
 
 def _priority(column: Column, device: str) -> str:

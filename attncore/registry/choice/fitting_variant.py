@@ -8,7 +8,7 @@ from dataclasses import replace
 from attncore.quoted import listed
 from attncore.registry import package_requirements
 from attncore.registry.choice.reasons_against import reasons_against
-from attncore.registry.device_patterns import best_match
+from attncore.registry.device_patterns import best_match, without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
@@ -62,7 +62,7 @@ def _each_once(judged: _Judged, plugin: str, host: Host) -> Iterator[Reason]:
     install, spared = _install_instead(judged, host)
     alike: dict[tuple[str, str, str], list[tuple[str, Reason]]] = {}
     elsewhere = {variant: one.devices for variant, one, _ in judged if best_match(one.devices, host.device) is None}
-    devices = list(dict.fromkeys(device for named in elsewhere.values() for device in named))
+    devices = without_contained({device for named in elsewhere.values() for device in named})
     for variant, _, reasons in judged:
         for reason in () if variant in spared else reasons:
             if variant in elsewhere and reason.code == "device":

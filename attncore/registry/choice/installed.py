@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from attncore.quoted import one_line
 from attncore.registry.choice.runs_here import reasons_here
+from attncore.registry.device_patterns import without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.known_backends import KNOWN, not_installed
 from attncore.registry.plugins.load import registry
@@ -50,7 +51,7 @@ class InstalledBackends(tuple[PluginRecord, ...]):
 
 def row(record: PluginRecord, missing: tuple[Reason, ...]) -> tuple[str, ...]:
     """A plugin under HEADERS; ``missing`` is why it cannot run here."""
-    devices = ", ".join(record.spec.all_devices) if record.spec else ""
+    devices = ", ".join(without_contained(record.spec.all_devices)) if record.spec else ""
     # Its devices stand in the column before.
     here = (f"no such device here ({one.asked})" if one.code == "device" else str(one) for one in missing)
     words = " | ".join(dict.fromkeys((*map(str, record.reasons), *here)))

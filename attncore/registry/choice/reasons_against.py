@@ -12,7 +12,7 @@ from attncore.did_you_mean import did_you_mean
 from attncore.quoted import MAX_ITEMS, add_note, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
-from attncore.registry.device_patterns import best_match
+from attncore.registry.device_patterns import best_match, without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.registry.reasons import USE_ANOTHER, Reason
@@ -50,7 +50,7 @@ def _not_supported(
 
 def _device(spec: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
     if best_match(spec.devices, host.device) is None:
-        names = list(spec.devices)
+        names = without_contained(spec.devices)
         yield _not_supported("device", "device", host.device, names, listed(names), source)
 
 

@@ -6,7 +6,7 @@ from attncore.kernels import lacking_kernels
 from attncore.quoted import listed
 from attncore.registry.choice.fitting_variant import fitting_variant, stated_by
 from attncore.registry.choice.reasons_against import reasons_against
-from attncore.registry.device_patterns import best_match
+from attncore.registry.device_patterns import best_match, without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import USE_ANOTHER, Reason
@@ -25,8 +25,9 @@ def no_device_here(spec: BackendSpec, host: Host, source: str) -> Reason | None:
     devices = spec.all_devices
     if best_match(devices, host.device) is not None:
         return None
-    message = f"device {host.device} not supported by {source}; supported: {listed(devices)}"
-    return Reason("device", message, host.device, list(devices), source, USE_ANOTHER)
+    named = without_contained(devices)
+    message = f"device {host.device} not supported by {source}; supported: {listed(named)}"
+    return Reason("device", message, host.device, named, source, USE_ANOTHER)
 
 
 def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:

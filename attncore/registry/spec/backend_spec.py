@@ -11,6 +11,7 @@ from typing import Any
 
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import MOST, one_line, quoted
+from attncore.registry.device_patterns import in_order
 from attncore.registry.spec.check_fields import check_fields
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import MultipleOf, describe
@@ -153,7 +154,7 @@ class BackendSpec:
     def __repr__(self) -> str:
         """What it supports, in a few lines; fields at their defaults are left out."""
         facts = [f"contract {self.api}"]
-        facts += [f"{name} (priority {priority})" for name, priority in [*self.devices.items()][:4]]
+        facts += [f"{name} (priority {self.devices[name]})" for name in in_order(self.devices)[:4]]
         for name in ("dtypes", "kv_cache_dtypes", "features", "requires"):
             if words := getattr(self, name):
                 facts.append(f"{name} {some(words if name == 'requires' else sorted(words), most=4)}")

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from attncore import vocabulary
+from attncore.registry.device_patterns import in_order, without_contained
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.option import Option
@@ -102,7 +103,9 @@ def _words(name: str, value: Any) -> str:
         word = ("yes" if value else "no") if isinstance(value, bool) else value
         return f"{word}: {_SENTENCES[name][value]}"
     if name == "devices":
-        return ", ".join(f"{pattern} (priority {priority})" for pattern, priority in value.items())
+        text = ", ".join(f"{pattern} (priority {value[pattern]})" for pattern in in_order(value))
+        # Else a reader of "cuda:sm_80+ (priority 50), cuda:sm_90 (priority 55)" has to guess which one sm_90 has.
+        return text if len(without_contained(value)) == len(value) else f"{text}; the closest entry counts"
     if name == "check":
         return "has a check of its own, which knows what no field says"
     if isinstance(value, bool):

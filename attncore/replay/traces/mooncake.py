@@ -22,7 +22,7 @@ def recognises(first_line: str) -> bool:
 
 
 def rows(lines: Iterable[str]) -> Iterator[Request]:
-    """The requests of all lines; a ValueError that begins with the field's name ends the run."""
+    """The requests of all lines; a ValueError that begins with the field's name, or ``the line``, ends the run."""
     first = previous = None
     for row, line in enumerate(lines, start=1):
         record = _record(line)
@@ -38,14 +38,11 @@ def rows(lines: Iterable[str]) -> Iterator[Request]:
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        record = parse_json(line.encode(), MAX_DEPTH)
+        record = parse_json(line.encode(), MAX_DEPTH, f"each line has {', '.join(FIELDS)}")
     except ValueError as error:
-        text = str(error).removeprefix("is not JSON: ")
-        cut = "; the line may be cut" if " at line 1, " in text else ""
-        text = text.replace(" at line 1, ", " at ")  # of the row, which is named
-        raise ValueError(f"JSON: {text[:120]}{cut}") from None
+        raise ValueError(f"the line {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"JSON: {type(record).__name__} found, one object a line expected")
+        raise ValueError(f"the line is {quoted_json(record)}, not an object with {', '.join(FIELDS)}")
     for name in FIELDS:
         if name not in record:
             raise ValueError(f"{name}: missing; each line has {', '.join(FIELDS)}")

@@ -47,8 +47,8 @@ def test_another_device_is_a_reason(device, monkeypatch):
     text = refused(device)
     name = attncore.Host.assume(device).device
     assert f"device {name} not supported by" in text
-    assert "supported: rocm:gfx942, rocm:gfx950, " in text
-    assert "cuda:sm_89+" in text
+    assert "supported: cuda:sm_75, cuda:sm_80, " in text
+    assert "cuda:sm_89+, rocm:gfx908, rocm:gfx90a, rocm:gfx942, rocm:gfx950, rocm:gfx110*, " in text
     assert "supported by torch" not in text
     assert f"device {name} not supported by variant" not in text
     assert "taken only where" not in text, "the device is reason enough"
