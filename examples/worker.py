@@ -99,7 +99,8 @@ class Worker:
         self.block_size = self.choice.block_size if ranks is None else ranks.virtual_block_size
         self.recurrent = bool(recurrent_layers(model))
         slots = {"num_slots": max_num_reqs + 1} if self.recurrent else {}  # a request's is its place
-        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, **slots)
+        shared = compile is False  # compiled layers are told apart by their caches
+        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, shared=shared, **slots)
         self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
         limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len}
         if self.recurrent:
