@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import attncore.integrations.transformers  # noqa: F401  (first: it says what is not installed)
@@ -28,6 +28,7 @@ from attncore.integrations.transformers import (
     paged_caches,
     recurrent_layers,
     select_for_model,
+    use_latent_caches,
 )
 from attncore.ranks import over_ranks
 
@@ -56,7 +57,7 @@ class Worker:
 
     ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
     steps are padded to, and captured but for their attention. ``threads`` are torch's on a CPU. ``compile``: whether
-    layers are compiled, or options of torch.compile.
+    layers are compiled, or options of torch.compile. Layers of latent attention have latent caches.
     ``interleave``: where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to
     each in turn. ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
@@ -81,6 +82,8 @@ class Worker:
         if graph_sizes is None:
             on_gpu = self.device.startswith("cuda")
             graph_sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens)) if on_gpu else ()
+        with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
+            use_latent_caches(model)
         layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
         if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
             raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
@@ -96,7 +99,8 @@ class Worker:
         self.block_size = self.choice.block_size if ranks is None else ranks.virtual_block_size
         self.recurrent = bool(recurrent_layers(model))
         slots = {"num_slots": max_num_reqs + 1} if self.recurrent else {}  # a request's is its place
-        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, **slots)
+        shared = compile is False  # compiled layers are told apart by their caches
+        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, shared=shared, **slots)
         self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
         limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len}
         if self.recurrent:

@@ -97,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
             outcome,
             trace={"source": trace.source, "format": trace.format},
             options=replay_options.options_in_report(args),
+            layers=getattr(layers, "described", None),
             backend=layers.name if layers else None,
             why=why,
             environment=_environment(layers),

@@ -47,6 +47,8 @@ def replay(
     built a second time without it: the same steps, because time is virtual.
     """
     requests = [replace(request, arrival=request.arrival / settings.rate) for request in requests]
+    if layers is not None:
+        settings = replace(settings, keeps_states=layers.keeps_states)
     with timed_plans(layers.backend if layers else None) as plans:
         run = _Run(requests, settings, layers, plans)
         started = perf_counter()
@@ -107,7 +109,7 @@ class _Run:
         self.has_windows = settings.has_windows
         self.scheduler = Scheduler(
             requests,
-            CacheBlocks(settings.groups_of_batch, settings.num_blocks),
+            CacheBlocks(settings.groups_of_batch, settings.num_blocks, finds_prefixes=not settings.keeps_states),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             draft_model=DraftModel(settings.speculation, settings.seed) if settings.speculation else None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from attncore.arguments import INT32_MAX, integer
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
+from attncore.builder.persistent.state_group import StateGroup
 from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import Speculation
 
@@ -15,7 +16,9 @@ class Settings:
     """The options of a replay; the command line says what each means.
 
     ``groups`` are the KV-cache groups where several were asked for; ``block_size`` then says nothing. With
-    ``world_size`` ranks, blocks hold ``block_size`` tokens on each.
+    ``world_size`` ranks, blocks hold ``block_size`` tokens on each. ``keeps_states``: the model has recurrent layers.
+    A request then has a slot for its states, of ``max_num_seqs`` and the null slot, and no prefix is found in the
+    cache, since states of a prefix are not kept.
     """
 
     num_blocks: int = 16384
@@ -30,6 +33,7 @@ class Settings:
     speculation: Speculation | None = None
     world_size: int = 1
     interleave: int = 1
+    keeps_states: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -56,6 +60,11 @@ class Settings:
             group._replace(block_size=group.block_size * self.world_size, num_blocks=self.num_blocks)
             for group in self.groups_of_rank
         )
+
+    @property
+    def states(self) -> StateGroup | None:
+        """The group of states of a model that has some."""
+        return StateGroup("states", self.max_num_seqs + 1) if self.keeps_states else None
 
     @property
     def has_windows(self) -> bool:

@@ -18,6 +18,10 @@ HYBRID = {
     "mamba_n_groups": 1, "mamba_chunk_size": 8,
 }  # fmt: skip
 GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 8}
+DEEPSEEK = {
+    **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def trace(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("facts", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("facts", [LLAMA, GEMMA, DEEPSEEK], ids=["llama", "gemma2", "deepseek_v3"])
 def test_logits_are_those_of_the_model_alone(facts, config, trace, capsys):
     assert main(["replay", trace, "--model", config(facts), "--verify-every", "2", "--rate", "100", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -47,6 +51,28 @@ def test_logits_are_those_of_the_model_alone(facts, config, trace, capsys):
     assert report["verification"]["failed"] == 0
     assert report["model_us"]["p50"] > 0
     assert report["attention_us"] is None
+    layers = report["layers"].partition(" of ")
+    assert (layers[0], layers[2].endswith(", with latent caches")) == ("2", "kv_lora_rank" in facts)
+
+
+@pytest.mark.parametrize("num_blocks", [20, 500])
+def test_a_hybrid_model_keeps_its_states(num_blocks, config, trace, capsys):
+    words = ["--verify-every", "2", "--rate", "1e4", "--num-blocks", str(num_blocks), "--block-size", "8"]
+    assert main(["replay", trace, "--model", config(HYBRID), "--json", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["layers"] == "2 of FalconH1ForCausalLM, beside recurrent ones"
+    assert bool(report["preemptions"]) == (num_blocks == 20)
+    assert (report["prefix_hit_tokens"], report["verification"]["failed"]) == (0, 0)
+    assert report["verification"]["checked"] > 10
+
+
+def test_states_in_anothers_slot_are_found(config, trace, capsys, monkeypatch):
+    from attncore.builder.persistent.state_step import StateStep
+
+    own = StateStep.state_slot.fget
+    monkeypatch.setattr(StateStep, "state_slot", property(lambda self: own(self) * 0 + 1))
+    assert main(["replay", trace, "--model", config(HYBRID), "--verify-every", "2", "--rate", "1e3"]) == 1
+    assert "a logit differs from the model's own" in capsys.readouterr().out
 
 
 def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
@@ -76,7 +102,6 @@ def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
         ({**LLAMA, "max_position_embeddings": 50}, [], "the request in row 2 has 71 tokens; the model's max_position"),
         ({**LLAMA, "vocab_size": 2 * 10**12}, [], "the model does not fit in memory"),
         ({**LLAMA, "model_type": "bert"}, [], "BertLMHeadModel is an encoder and says no next token"),
-        (HYBRID, [], "FalconH1ForCausalLM has recurrent layers, and a replay keeps no states for them"),
         (LLAMA, ["--metadata-only"], "--metadata-only: given beside --model"),
         (LLAMA, ["--layers", "3"], "--layers: given beside --model"),
         (LLAMA, ["--speculative", "2"], "--speculative: given beside --model"),

@@ -1,12 +1,15 @@
 """Models with latent attention (MLA) over latent caches: their output is that of transformers' own attention."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from engine import Engine  # noqa: E402
+from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.latent_models import MODELS, SHAPE, latent_model  # noqa: E402
 from integrations.models import decoder, greedy  # noqa: E402
 
@@ -87,6 +90,20 @@ def test_tokens_are_those_of_eager_generate(name):
             said[row] += token
         logits = rows(step)
     assert said == {row: greedy(model, prompt, 8) for row, prompt in asked.items()}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_runs_them_over_latent_caches(name, captured, monkeypatch):
+    """With chunks, preemption and, by stand-ins for graphs, padded steps of decodes."""
+    model, asked = latent_model(name), list(prompts(1, 40, 9, 30).values())
+    expected = [greedy(model, prompt, 12) for prompt in asked]
+    with graphs_on_cpu("auto", monkeypatch) if captured else nullcontext({}) as options:
+        engine = Engine(model, num_blocks=12, max_num_batched_tokens=16, block_size=BLOCK, **options)
+        assert {cache.shape[1:] for cache in engine.caches.values()} == {(BLOCK, ROW)}
+        assert engine.complete(asked, 12) == expected
+        assert (bool(engine.graphs), engine.pool.num_free) == (captured, 11)
+        assert engine.preemptions
 
 
 def test_layers_ask_for_a_latent_cache():

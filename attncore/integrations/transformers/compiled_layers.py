@@ -79,7 +79,7 @@ def _refuse_shared(kv_caches: PagedCaches) -> None:
         if cache is not None and (last := kv_caches._by_address[address_of_cache(cache)]) != name:
             raise ValueError(
                 f"kv_caches: layers {name} and {last} have one cache, by which compiled layers are told apart; give "
-                "each its own, or run the model without compiling"
+                "each its own (paged_caches(..., shared=False)), or run the model without compiling"
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
-from attncore.arguments import optional_integer
+from attncore.arguments import flag, optional_integer
 from attncore.builder.checked_backend import check_backend
 from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
@@ -82,12 +82,15 @@ def paged_caches(
     *,
     layers: tuple[ModelLayer, ...] | None = None,
     num_slots: int | None = None,
+    shared: bool = True,
 ) -> PagedCaches:
     """A cache of ``num_blocks`` blocks for every attention layer, on the backend's device, and the layers themselves.
 
-    A layer that is not causal has no cache. A model with recurrent layers (``recurrent_layers``) needs ``num_slots``,
-    the null slot included: each of them has so many states, and steps are those of a batch with a StateGroup.
-    ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given for a model
+    A layer that is not causal has no cache. One that attends over the keys of a layer before it (``reads_cache_of``, as
+    in Gemma 3n) has the cache of that layer, and writes nothing; with ``shared`` False, and where caches are fp8, whose
+    scales are a layer's own, it has one of its own. A model with recurrent layers (``recurrent_layers``) needs
+    ``num_slots``, the null slot included: each of them has so many states, and steps are those of a batch with a
+    StateGroup. ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given for a model
     without such layers.
     """
     check_backend(backend)
@@ -101,7 +104,9 @@ def paged_caches(
     if num_slots is not None and not recurrent:
         raise ValueError(f"num_slots: {num_slots} given, but {type(model).__name__} has no recurrent layer")
     layers = attention_layers(model) if layers is None else layers
-    impls, caches = {}, {}
+    shared = flag("shared", shared) and not backend.config.kv_cache_dtype.startswith("fp8")
+    impls: dict[str, Any] = {}
+    caches: dict[str, Any] = {}
     for layer in layers:
         try:
             impls[layer.name] = backend.impl(
@@ -115,7 +120,11 @@ def paged_caches(
         except ValueError as error:
             raise ValueError(f"layer {layer.name}: {error}") from None
         causal = layer.attn_type is AttentionType.DECODER
-        caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
+        if shared and layer.reads_cache_of is not None:
+            impls[layer.name] = _Reader(impls[layer.name])
+            caches[layer.name] = caches[layer.reads_cache_of]
+        else:
+            caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
     states = StateCaches(model, num_slots) if num_slots is not None else None
     return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
 
@@ -145,6 +154,19 @@ def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: P
         else:
             with kv_caches.states.running(metadata):
                 yield
+
+
+class _Reader:
+    """The implementation of a layer that attends over the cache of a layer before it, which has written the keys."""
+
+    def __init__(self, impl: AttentionImpl) -> None:
+        self._impl = impl
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> Tensor:
+        """As ``AttentionImpl.forward``, and writes nothing."""
+        return self._impl.forward(query, key, value, kv_cache, metadata, output, write=False)
 
 
 class NoAttention:

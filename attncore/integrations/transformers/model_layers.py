@@ -51,6 +51,8 @@ class ModelLayer:
     attn_type: AttentionType
     use_mla: bool = False
     """Whether its keys are latent rows, whose first columns are the values (``use_latent_caches``)."""
+    reads_cache_of: str | None = None
+    """The layer before it whose keys and values it attends over, within the same window; None: it makes its own."""
 
     def asked(self) -> dict[str, Any]:
         """The fields of an AttentionRequest that this layer needs."""
@@ -117,6 +119,8 @@ class _Recorder:
         self._names = {module: name for name, module in model.named_modules()}
         self.layers: dict[str, ModelLayer] = {}
         self.has_refused = False
+        self._made: dict[Any, tuple[str, Tensor, Tensor]] = {}
+        """By where they lie: the layer that made keys and values, and these, so that none lie there later."""
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
         try:
@@ -159,8 +163,14 @@ class _Recorder:
             asked.get("s_aux"),
             AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
             getattr(module, LATENT, None) is not None,
+            self._reads_cache_of(name, key, value, window) if causal else None,
         )
         return query.new_zeros((*query.shape[:2], sizes[1]))
+
+    def _reads_cache_of(self, name: str, key: Tensor, value: Tensor, window: int | None) -> str | None:
+        given = tuple((one.untyped_storage()._cdata, one.storage_offset(), one.shape) for one in (key, value))
+        maker, *_ = self._made.setdefault((window, *given), (name, key, value))
+        return None if maker == name else maker
 
     @staticmethod
     def _compare_windows(name: str, module: Any, window: int | None, asked: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from attncore.replay.checks.sampled_check import SampledCheck
+from attncore.replay.layers.model_from_config import data_alone
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.replay.token_content import content_ids, token_ids
 from attncore.show import counted
@@ -63,6 +64,7 @@ class ModelCheck(SampledCheck):
     def _eager_logits(self, running: RunningRequest, length: int) -> Tensor:
         ids = token_ids(content_ids(running.request, 0, length), np.arange(length), self.vocab_size)
         with (
+            data_alone(),
             memory_error_as_model_error(
                 f"model: the check of {counted(length, 'token')} by eager attention",
                 "replay shorter requests, or check fewer with --verify-every",

@@ -47,6 +47,7 @@ class AttentionLayers:
     ) -> None:
         import torch
 
+        self.keeps_states = False
         self.backend: AttentionBackend | Mapping[str, AttentionBackend] | None = backend
         self.content = content
         by_group: list[tuple[str | None, AttentionBackend]] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from attncore.integrations.transformers import (
     paged_caches,
     recurrent_layers,
     select_for_model,
+    use_latent_caches,
 )
 from attncore.registry.config_json import read_config
 from attncore.replay.backend_code import created
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 class ModelLayers:
     """The model of a configuration file; tokens are a function of content and position, so shared prefixes are equal.
 
-    ``device`` None: a GPU where there is one. Raises ModelError where the file makes no model, NoBackendError where no
-    backend runs its layers.
+    ``device`` None: a GPU where there is one. Layers of latent attention have latent caches. Raises
+    ModelError where the file makes no model, NoBackendError where no backend runs its layers.
     """
 
     def __init__(
@@ -59,11 +61,9 @@ class ModelLayers:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = _model(path, settings.seed, device)
-        if recurrent_layers(self.model):  # before a token is run: their own code may take a minute for it
-            raise ModelError(
-                f"{path}: {type(self.model).__name__} has recurrent layers, and a replay keeps no states for them; "
-                "take a model that has layers of attention alone"
-            )
+        self.keeps_states = bool(recurrent_layers(self.model))
+        with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
+            use_latent_caches(self.model)
         with errors_as_model_errors(path), data_alone():
             with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
                 layers = attention_layers(self.model)
@@ -89,16 +89,21 @@ class ModelLayers:
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:
-            self.kv_caches = paged_caches(self.model, self.backend, settings.num_blocks, layers=layers)
+            num_slots = settings.max_num_seqs + 1 if self.keeps_states else None
+            self.kv_caches = paged_caches(
+                self.model, self.backend, settings.num_blocks, layers=layers, num_slots=num_slots
+            )
         except (RuntimeError, MemoryError) as error:  # torch raises the first
+            slots = f", and for the states of {settings.max_num_seqs} requests" if self.keeps_states else ""
             raise ValueError(
                 f"num_blocks: no memory for {counted(len(layers), 'cache')} of "
-                f"{counted(settings.num_blocks, 'block')} of {settings.block_size} ({first_line(error)}); pass a "
-                "smaller --num-blocks"
+                f"{counted(settings.num_blocks, 'block')} of {settings.block_size}{slots} ({first_line(error)}); pass "
+                f"a smaller --num-blocks{' or --max-num-seqs' if slots else ''}"
             ) from error
         config = self.backend.config
         self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
-        self.label = f"{type(self.model).__name__}, {counted(len(layers), 'layer')}"
+        latent, states = ", with latent caches" * config.use_mla, ", beside recurrent ones" * self.keeps_states
+        self.described = f"{len(layers)} of {type(self.model).__name__}{latent}{states}"
         with errors_as_model_errors(path):
             self.model.set_attn_implementation("attncore")
 
@@ -117,22 +122,24 @@ class ModelLayers:
         """Logits of every row's last token, (n, vocab_size), in a list; and the nanoseconds that the model took."""
         ids = token_ids(step_content(step, metadata), metadata.host.positions, self.vocab_size)
         tokens = self.backend.from_host(ids)[None]
-        start = perf_counter_ns()
         with (
+            data_alone(),  # a layer may look for a faster kernel when it runs first
             memory_error_as_model_error(f"model: a step of {counted(len(ids), 'token')}", SMALLER_STEPS),
             errors_as_model_errors(f"model: a step of {counted(len(ids), 'token')}"),
             torch.inference_mode(),
             attncore_context(metadata, self.kv_caches),
         ):
+            start = perf_counter_ns()
             logits = self.model(
                 tokens,
                 position_ids=metadata.positions[None],
                 use_cache=False,
                 logits_to_keep=metadata.logits_indices,
             ).logits[0]
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-        return [logits], perf_counter_ns() - start
+            if logits.is_cuda:
+                torch.cuda.synchronize()
+            elapsed = perf_counter_ns() - start
+        return [logits], elapsed
 
     def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> ModelCheck:
         """What compares a sample of requests with the model alone."""

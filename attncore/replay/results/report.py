@@ -29,6 +29,7 @@ def as_json(
     *,
     trace: dict[str, str],
     options: dict[str, Any],
+    layers: str | None,
     backend: str | None,
     why: str,
     environment: dict[str, Any],
@@ -36,7 +37,7 @@ def as_json(
     """The report as JSON types. ``build_us``, ``plan_us``, ``attention_us``, ``build_histogram`` and ``wall_s`` are
     times; ``environment`` (versions, host, device) is of the machine; nothing else depends on it. ``build_us.cold``,
     ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built, ``plan_us`` where the
-    backend plans nothing; a model's time is ``model_us``."""
+    backend plans nothing; a model's time is ``model_us``, and ``layers`` says how many attend, of which class."""
     steps, verification = outcome.steps, outcome.verification
     prefill, decode = total(steps.prefill_tokens), total(steps.decode_tokens)
     # Only of a run that has it: reports of others stay as they were.
@@ -48,7 +49,7 @@ def as_json(
     forward = microseconds(steps.attention_ns) if steps.attention_ns else None
     cold = steps.build_ns if forward else steps.build_ns[:0]
     if "model" in options:
-        added["model_us"], forward = forward, None
+        added["layers"], added["model_us"], forward = layers, forward, None
     return {
         "trace": trace,
         "options": options,
@@ -117,6 +118,7 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens", f"{report['tokens']:,}: {parts}; {report['prefix_hit_tokens']:,} found in the prefix cache"),
         *added,
         ("widest row", f"{counted(report['batch']['widest_row'], 'block', spec=',')}{size}"),
+        *([("layers", report["layers"])] if "layers" in report else []),
         ("kernels", report["kernels"]),
         ("backend", f"{report['backend'] or 'none'}: {report['why']}"),
         ("device", report["device"]),

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 
 class CacheBlocks:
-    """A pool of ``num_blocks`` blocks for each of ``groups``; a request holds blocks in all of them, or in none."""
+    """A pool of ``num_blocks`` blocks for each of ``groups``; a request holds blocks in all of them, or in none.
 
-    def __init__(self, groups: Sequence[KVCacheGroup], num_blocks: int) -> None:
+    ``finds_prefixes``: whether a block that others have computed is used again.
+    """
+
+    def __init__(self, groups: Sequence[KVCacheGroup], num_blocks: int, *, finds_prefixes: bool = True) -> None:
         self.groups = tuple(groups)
-        self.num_blocks = num_blocks
+        self.num_blocks, self.finds_prefixes = num_blocks, finds_prefixes
         self.pools = [BlockPool(num_blocks) for _ in self.groups]
         self._only = self.pools[0] if len(self.pools) == 1 else None
         self.sizes = [group.block_size for group in self.groups]
@@ -33,7 +36,7 @@ class CacheBlocks:
 
     def running(self, request: Request) -> RunningRequest:
         """The request before its first step: without blocks."""
-        keys = {size: prefix_keys(request, size) for size in self.sizes}
+        keys = {size: prefix_keys(request, size) if self.finds_prefixes else [] for size in self.sizes}
         return RunningRequest(request, [keys[size] for size in self.sizes])
 
     def admit(self, running: RunningRequest, *, alone: bool) -> bool:
