@@ -90,8 +90,8 @@ def paged_caches(
     in Gemma 3n) has the cache of that layer, and writes nothing; with ``shared`` False, and where caches are fp8, whose
     scales are a layer's own, it has one of its own. A model with recurrent layers (``recurrent_layers``) needs
     ``num_slots``, the null slot included: each of them has so many states, and steps are those of a batch with a
-    StateGroup. ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given for a model
-    without such layers.
+    StateGroup. ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given
+    for a model without such layers.
     """
     check_backend(backend)
     num_slots = optional_integer("num_slots", num_slots, 2)
