@@ -94,7 +94,7 @@ class ModelLayers:
                 self.model, self.backend, settings.num_blocks, layers=layers, num_slots=num_slots
             )
         except (RuntimeError, MemoryError) as error:  # torch raises the first
-            slots = f", and for the states of {settings.max_num_seqs} requests" if self.keeps_states else ""
+            slots = f", and for the states of {counted(settings.max_num_seqs, 'request')}" if self.keeps_states else ""
             raise ValueError(
                 f"num_blocks: no memory for {counted(len(layers), 'cache')} of "
                 f"{counted(settings.num_blocks, 'block')} of {settings.block_size}{slots} ({first_line(error)}); pass "
