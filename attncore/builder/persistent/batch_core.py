@@ -85,6 +85,13 @@ class BatchCore:
             return None
         return partial(self.kernels.append_blocks, self.state, self.decoders[0].state, self.order)
 
+    def roll_back_plain(self) -> Callable[[Any], bool] | None:
+        """The kernels' ``roll_back``, of tokens by request, for batches without windows and states; numba has none."""
+        windows = any(table.group.sliding_window is not None for table in self.decoders)
+        if windows or self.states or not hasattr(self.kernels, "roll_back"):
+            return None
+        return partial(self.kernels.roll_back, self.state, self.order)
+
     @property
     def max_num_reqs(self) -> int:
         return self.state.capacity  # type: ignore[no-any-return]

@@ -36,17 +36,24 @@ cdef bint find_rows(BatchState batch, dict row_of, dict given, length_t* rows) e
     cdef Py_ssize_t position = 0, k = 0
     cdef PyObject* name
     cdef PyObject* ids
-    cdef PyObject* row
-    cdef slot_t value = 0
     while PyDict_Next(given, &position, &name, &ids):
-        if (type(<object> name) is not str and type(<object> name) is not int) or not PyList_CheckExact(<object> ids):
+        rows[k] = plain_row(batch, row_of, name)
+        if rows[k] < 0 or not PyList_CheckExact(<object> ids):
             return False
-        row = PyDict_GetItemWithError(row_of, <object> name)
-        if row == NULL or read_small_int(row, &value) == 0 or not 0 <= value < batch.capacity:
-            return False
-        rows[k] = <length_t> value
         k += 1
     return True
+
+
+cdef length_t plain_row(BatchState batch, dict row_of, PyObject* name) except -2:
+    """The row of a request; -1 where it is not known, or where comparing its name may run code of others."""
+    cdef PyObject* row
+    cdef slot_t value = 0
+    if type(<object> name) is not str and type(<object> name) is not int:
+        return -1
+    row = PyDict_GetItemWithError(row_of, <object> name)
+    if row == NULL or read_small_int(row, &value) == 0 or not 0 <= value < batch.capacity:
+        return -1
+    return <length_t> value
 
 
 cdef bint append_rows(TableState table, dict given, Py_ssize_t count, length_t* rows) noexcept:
