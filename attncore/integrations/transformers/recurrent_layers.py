@@ -26,6 +26,8 @@ from attncore.show import counted
 _CACHE = "cache_params"
 """The argument of a recurrent layer's ``forward`` that is the model's cache."""
 
+_KINDS = ("conv_states", "recurrent_states")
+
 RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "hybrid"))
 """The layer types of a configuration with a state that its own code keeps in a cache: these layers, as modules."""
 
@@ -86,7 +88,7 @@ class _Slots:
                 for index, state in getattr(seen, kind).items()
                 if state is not None
             }
-            for kind in ("conv_states", "recurrent_states")
+            for kind in _KINDS
         }
 
     def find_out(self, forward: Callable[..., Tensor], size: int, like: Tensor) -> None:
@@ -184,11 +186,17 @@ class StateCaches:
             _current.step = before
 
 
-def _seen_cache(model: Any) -> dict[int, Any]:
-    """The layers of the cache that the model makes of one token, by index, as far as they keep states."""
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+def nbytes_of_states(model: Any, num_tokens: int = 1) -> int:
+    """Bytes of the states of one request, seen in a run of ``num_tokens`` tokens."""
+    kinds = [getattr(layer, kind) for layer in _seen_cache(model, num_tokens).values() for kind in _KINDS]
+    return sum(state.nbytes // len(state) for states in kinds for state in states.values() if state is not None)
+
+
+def _seen_cache(model: Any, num_tokens: int = 1) -> dict[int, Any]:
+    """The layers of the cache that the model makes of some tokens, by index, as far as they keep states."""
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=model.device)
     with using_attncore(model, "eager"), torch.no_grad():
-        cache = model(input_ids=token, use_cache=True).past_key_values
+        cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
     return {
         index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)
     }
