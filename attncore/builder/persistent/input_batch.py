@@ -64,7 +64,7 @@ class InputBatch(KeepsColumns, Uncopied):
         self._one_group = groups is None
         self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         self._core.states = {group.name: StateSlots(self._core, group) for group in states}
-        self._append_plain = self._core.append_plain() if self._one_group else None
+        self._append_plain = self._core.append_plain(one_group=self._one_group)
         self._roll_back_plain = self._core.roll_back_plain()
 
     __repr__ = guarded(batch_text)
