@@ -253,6 +253,10 @@ def append_slots(
     block_size: Any, block_tables: Any,
 ) -> bool: ...  # fmt: skip
 def append_blocks(batch: BatchState, table: TableState, order: Any, given: dict[Any, Any]) -> bool: ...
+def append_blocks_by_group(
+    batch: BatchState, tables: tuple[TableState, ...], names: tuple[str, ...], order: Any, given: dict[Any, Any]
+) -> bool: ...
+def roll_back(batch: BatchState, order: Any, given: dict[Any, Any]) -> bool: ...
 
 class GroupReader(Entrance):
     num_seqs: int

@@ -98,7 +98,7 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
     number = None
     if type(value) is int or type(value) is float:
         number = value
-    elif not isinstance(value, bool | str | bytes | bytearray | memoryview):
+    elif not isinstance(value, bool | str | bytes | bytearray | memoryview) and not is_no_real_number(value):
         try:
             number = float(value)
         except Exception:  # __float__ may be the caller's code
@@ -106,6 +106,16 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
     if number is None or not (0 if positive else -FLOAT_MAX) <= number <= FLOAT_MAX or (positive and not number):
         raise ValueError(f"{name}: {quoted(value)} is not a {'positive' if positive else 'finite'} number")
     return number
+
+
+def is_no_real_number(value: Any) -> bool:
+    """Whether an array's or a tensor's dtype says that it holds bools, complex numbers, times or texts.
+
+    ``float`` takes a time as its count, a bool as 0 or 1, and leaves out the imaginary part.
+    """
+    dtype = getattr(value, "dtype", None)
+    kind = getattr(dtype, "kind", None)  # torch's dtypes have none
+    return kind in ("b", "c", "m", "M", "S", "U") if kind else str(dtype).startswith(("torch.bool", "torch.complex"))
 
 
 def float32_number(name: str, value: Any, *, positive: bool = False) -> int | float:

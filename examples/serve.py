@@ -94,6 +94,10 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # who asked has reset the connection
+            super().handle()
+
     def parse_request(self) -> bool:
         """Closes the connection behind a body that nobody reads: else it would be taken for the next request."""
         parsed = super().parse_request()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from attncore.arguments import FLOAT32_MAX, is_no_real_number
 from attncore.quoted import plain_text, quoted
 from attncore.show import counted
 
@@ -17,7 +19,10 @@ def checked_name(layer_name: object) -> str:
 
 
 def check_per_head(name: str, values: Any, num_heads: int) -> None:
-    """ValueError where ``values`` are not a number for each query head. Those of a tensor are not read."""
+    """ValueError where ``values`` are not a number of float32 for each query head; -inf may be a sink, of weight 0.
+
+    Those of a tensor are not read, since it may lie on a device.
+    """
     try:
         found = len(values)
     except Exception:  # __len__ may be the caller's code, and a tensor without dimensions has none
@@ -28,12 +33,34 @@ def check_per_head(name: str, values: Any, num_heads: int) -> None:
     if shape is not None:
         if len(shape) != 1:
             raise ValueError(f"{name}: shape {tuple(shape)} given; give one for each query head, {num_heads} in all")
-        return
+        if is_no_real_number(values):
+            raise ValueError(f"{name}: {values.dtype} given, which are no real numbers; give one for each query head")
+        if not isinstance(shape, tuple) or hasattr(shape, "numel"):  # a torch.Size
+            _check_strided(name, values)
+            return
+        values = _numbers(name, values)
     index, value = 0, values
     try:
         for index, value in enumerate(values):  # noqa: B007  the one that fails is named
-            if isinstance(value, str | bytes):
+            if isinstance(value, str | bytes | bool) or is_no_real_number(value):
                 raise ValueError
-            float(value)
+            number = float(value)
+            if not abs(number) <= FLOAT32_MAX and (name, number) != ("sinks", -math.inf):
+                raise ValueError
     except Exception:
-        raise ValueError(f"{name}[{index}]: {quoted(value)} is not a number; give one for each query head") from None
+        raise ValueError(
+            f"{name}[{index}]: {quoted(value)} is not a finite number of float32; give one for each query head"
+        ) from None
+
+
+def _check_strided(name: str, tensor: Any) -> None:
+    from attncore.array_arguments import check_tensor  # it imports NumPy
+
+    check_tensor(name, tensor)
+
+
+def _numbers(name: str, values: Any) -> Any:
+    """The numbers of an array of NumPy, as a list."""
+    from attncore.array_arguments import as_array
+
+    return as_array(name, values).tolist()

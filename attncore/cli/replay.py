@@ -193,7 +193,8 @@ def _model(
 
     with stdout_to_stderr():
         try:
-            layers = ModelLayers(path, settings, backend, options=options)
+            longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)  # one at least
+            layers = ModelLayers(path, settings, backend, longest, options=options)
             layers.check_lengths(trace.requests)
         except ModelError as error:
             raise UsageError(f"--model: {error}") from error

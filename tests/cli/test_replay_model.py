@@ -66,6 +66,24 @@ def test_a_hybrid_model_keeps_its_states(num_blocks, config, trace, capsys):
     assert report["verification"]["checked"] > 10
 
 
+@pytest.mark.parametrize("field", ["mamba_chunk_size", "mamba_d_state"])
+def test_what_states_take_is_counted_first(field, config, trace, capsys, monkeypatch):
+    """A weight's size says nothing of it."""
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: 1 << 30)
+    assert main(["replay", trace, "--model", config({**HYBRID, field: 10**5})]) == 2
+    err = capsys.readouterr().err
+    assert "config.json: a forward pass does not fit in memory" in err
+    assert err.count("\n") == 1
+
+
+def test_the_states_of_all_requests_are_counted(config, trace, capsys, monkeypatch):
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: 1 << 24)
+    words = ["replay", trace, "--model", config(HYBRID), "--max-num-seqs"]
+    assert main([*words, "9999", "--max-num-batched-tokens", "9999"]) == 2
+    assert "the states of 9999 requests do not fit in memory: 0.0 GiB, more than half" in capsys.readouterr().err
+    assert main([*words, "4"]) == 0
+
+
 def test_states_in_anothers_slot_are_found(config, trace, capsys, monkeypatch):
     from attncore.builder.persistent.state_step import StateStep
 

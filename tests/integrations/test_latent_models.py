@@ -168,6 +168,37 @@ def test_what_cannot_be_absorbed_is_refused(change, says):
     assert not hasattr(model.model.layers[0].self_attn, "_attncore_latent"), "no layer was changed"
 
 
+class Adapted(torch.nn.Module):
+    """As an adapter's layer is: ``weight`` and ``bias`` are those of the layer in it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.more = layer, torch.nn.Linear(layer.in_features, layer.out_features)
+
+    weight = property(lambda self: self.layer.weight)
+    bias = property(lambda self: self.layer.bias)
+
+    def forward(self, rows):
+        return self.layer(rows) + self.more(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["adapter", "hook"])
+def test_what_is_computed_beside_the_weight_is_refused(what, dtype):
+    model = latent_model("deepseek_v3", dtype=dtype)
+    layer = model.model.layers[1].self_attn
+    use_latent_caches(model)
+    backend = select_for_model(model, block_size=BLOCK).create()
+    paged_caches(model, backend, 4)
+    if what == "adapter":
+        layer.kv_b_proj = Adapted(layer.kv_b_proj).to(dtype)
+    else:
+        layer.kv_b_proj.register_forward_hook(lambda module, given, found: found * 2)
+    for look in (use_latent_caches, lambda model: paged_caches(model, backend, 4)):
+        with pytest.raises(ValueError, match=r"^layer model\.layers\.1\.self_attn: kv_b_proj, a \w+, computes more"):
+            look(model)
+
+
 def test_a_model_without_latent_attention_is_refused():
     with pytest.raises(ValueError, match=r"^model: LlamaForCausalLM has no layer of latent attention"):
         use_latent_caches(decoder("llama"))

@@ -225,6 +225,17 @@ def test_a_client_that_leaves_has_its_request_forgotten(served, monkeypatch, lea
     assert post(address, prompt=[3], max_new_tokens=2)[0] == 200
 
 
+def test_a_connection_that_is_reset_before_a_request_says_nothing(served, capfd):
+    host, _, port = served[0].rpartition(":")
+    for sent in (b"", b"POST /generate HTTP/1.1\r\n", b"GET /hea"):
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(sent)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert health(served[0])["running"] == 0
+    time.sleep(0.05)
+    assert capfd.readouterr().err == ""
+
+
 class Tokenizer:
     """A tokenizer that waits where it reads the text ``slow``, and fails to decode."""
 

@@ -25,6 +25,7 @@ EXCEPTIONS = {
     "sent_steps": "one call in C; the numba side serves no device, and its steps take the longer way",
     "sequence_slots": "one call in C for what is plain; the numba side takes the longer way",
     "appended_blocks": "one call in C for what is plain; the numba side takes the longer way",
+    "rolled_back": "one call in C for what is plain; the numba side takes the longer way",
     "known_steps": "one call in C; the numba side searches each step",
     "dlpack_tensors": "torch's own functions in C, of which Python has none",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore.arguments import integer
 from attncore.array_arguments import as_array
 from attncore.builder.fields import MOST_TREE_TOKENS
 from attncore.show import counted
@@ -26,20 +27,19 @@ def checked_parents(req_id: Hashable, parents: Any) -> _INT32:
     ValueError or TypeError that names the request where they are no integers in one row, too many, or where a parent
     is no earlier draft.
     """
-    array = _integers(f"trees: parents of request {req_id!r}", parents)
-    if len(array) >= MOST_TREE_TOKENS:
+    found = _integers(f"trees: parents of request {req_id!r}", parents)
+    if len(found) >= MOST_TREE_TOKENS:
         raise ValueError(
-            f"trees: {counted(len(array), 'draft')} of request {req_id!r}; a tree has at most {MOST_TREE_TOKENS - 1}, "
+            f"trees: {counted(len(found), 'draft')} of request {req_id!r}; a tree has at most {MOST_TREE_TOKENS - 1}, "
             "for a mask of 64 bits holds them and the root"
         )
-    wrong = np.flatnonzero((array < -1) | (array >= np.arange(len(array))))
-    if len(wrong):
-        draft = int(wrong[0])
-        raise ValueError(
-            f"trees: draft {draft} of request {req_id!r} has parent {array[draft]}; give an earlier draft's index, or "
-            "-1 for the last accepted token"
-        )
-    return array.astype(np.int32)
+    for draft, parent in enumerate(found):
+        if not -1 <= parent < draft:
+            raise ValueError(
+                f"trees: draft {draft} of request {req_id!r} has parent {parent}; give an earlier draft's index, or "
+                "-1 for the last accepted token"
+            )
+    return np.array(found, np.int32)
 
 
 def masks_and_depths(trees: Sequence[_INT32]) -> tuple[_INT64, _INT64]:
@@ -61,19 +61,18 @@ def masks_and_depths(trees: Sequence[_INT32]) -> tuple[_INT64, _INT64]:
     return masks | 1, depths
 
 
-def checked_path(req_id: Hashable, path: Any, parents: _INT32) -> _INT64:
-    """``path``, the accepted drafts of a request from the root on, as int64[accepted].
+def checked_path(req_id: Hashable, path: Any, parents: _INT32) -> list[int]:
+    """``path``, the accepted drafts of a request from the root on.
 
     ValueError or TypeError that names the request where they are no such drafts, or no path of the tree.
     """
-    array = _integers(f"paths: of request {req_id!r}", path)
-    wrong = array[(array < 0) | (array >= len(parents))]
-    if len(wrong):
-        raise ValueError(
-            f"paths: draft {wrong[0]} of request {req_id!r}, whose tree has {counted(len(parents), 'draft')}"
-        )
+    found = _integers(f"paths: of request {req_id!r}", path)
     before = -1
-    for draft in array.tolist():
+    for draft in found:
+        if not 0 <= draft < len(parents):
+            raise ValueError(
+                f"paths: draft {draft} of request {req_id!r}, whose tree has {counted(len(parents), 'draft')}"
+            )
         if parents[draft] != before:
             whose = f"draft {before}" if before >= 0 else "the root"
             raise ValueError(
@@ -81,11 +80,18 @@ def checked_path(req_id: Hashable, path: Any, parents: _INT32) -> _INT64:
                 "the drafts of one path, from the root on"
             )
         before = draft
-    return array.astype(np.int64)
+    return found
 
 
-def _integers(name: str, values: Any) -> npt.NDArray[Any]:
+def _integers(name: str, values: Any) -> list[int]:
+    """The integers of one row. Lists are read item by item: an array of a few takes longer to make than to read."""
+    if type(values) is list or type(values) is tuple:
+        kinds = set(map(type, values))
+        if not kinds or kinds == {int}:
+            return list(values)
+        if not any(isinstance(item, list | tuple) or getattr(item, "ndim", 0) for item in values):
+            return [integer(f"{name}: item {index}", item, -(2**63), 2**63 - 1) for index, item in enumerate(values)]
     array = as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype}{list(array.shape)} found; give integers in one row")
-    return array
+    return array.tolist()  # type: ignore[no-any-return]

@@ -172,9 +172,9 @@ class Assembly:
         if self.closed:  # asked here: a call would cost a planned step 5 %
             self.refuse_closed()
         step = self.kernel.next_step
+        if self.core.ahead is not None:  # of another builder, too: their tokens count as computed
+            self.core.ahead.refuse_left()
         if self.side is not None:
-            if self.ahead is not None:
-                self.ahead.refuse_left()
             self.side.check_ready()
             self.side.wait(step - self.ring.depth)
             if self._backends.waits_for_last_plan and (shape is None or shape.plans != ()):

@@ -79,11 +79,24 @@ class BatchCore:
         self._moved = -1, 0
         """What ``state.changes`` is since the last step that moved rows, and what it was before."""
 
-    def append_plain(self) -> Callable[[Any], bool] | None:
-        """The kernels' ``append_blocks`` for the batch's only group, of blocks by request; numba has none."""
+    def append_plain(self, *, one_group: bool) -> Callable[[Any], bool] | None:
+        """The kernels' ``append_blocks`` for the batch's only group, of blocks by request, or the one of blocks by
+        request and group; numba has none.
+        """
         if not hasattr(self.kernels, "append_blocks"):
             return None
-        return partial(self.kernels.append_blocks, self.state, self.decoders[0].state, self.order)
+        if one_group:
+            return partial(self.kernels.append_blocks, self.state, self.decoders[0].state, self.order)
+        tables = tuple(table.state for table in self.decoders)
+        names = tuple(table.group.name for table in self.decoders)
+        return partial(self.kernels.append_blocks_by_group, self.state, tables, names, self.order)
+
+    def roll_back_plain(self) -> Callable[[Any], bool] | None:
+        """The kernels' ``roll_back``, of tokens by request, for batches without windows and states; numba has none."""
+        windows = any(table.group.sliding_window is not None for table in self.decoders)
+        if windows or self.states or not hasattr(self.kernels, "roll_back"):
+            return None
+        return partial(self.kernels.roll_back, self.state, self.order)
 
     @property
     def max_num_reqs(self) -> int:

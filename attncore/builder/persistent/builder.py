@@ -244,7 +244,9 @@ class MetadataBuilder(RunsAhead, Uncopied):
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        longer = self._longer or self._core.ran_trees is not None  # which looks at trees of another builder
+        core = self._core
+        # The longer way looks at trees, and at steps ahead, of another builder.
+        longer = self._longer or core.ran_trees is not None or (core.ahead is not None and core.ahead.left > 0)
         if bucket is None and one_of_each and not longer:
             metadata = self._decode_step()
             if metadata is not None:

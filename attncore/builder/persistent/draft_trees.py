@@ -79,8 +79,7 @@ class DraftTrees:
                 raise ValueError(f"trees: {req_id!r} is not in the batch")
             checked[req_id] = checked_parents(req_id, parents)
             count = len(checked[req_id]) + 1
-            asked = arguments.integer("scheduled", tokens.get(req_id, count), 0)
-            if asked != count:
+            if req_id in tokens and (asked := arguments.integer("scheduled", tokens[req_id], 0)) != count:
                 raise ValueError(
                     f"scheduled: {asked} for {req_id!r}, whose tree has {counted(count - 1, 'draft')} and its root; "
                     f"give {count}, or leave it to the tree"
@@ -102,11 +101,11 @@ class DraftTrees:
         core.undo += [(setattr, self, "_given", {}), (setattr, core, "ran_trees", core.ran_trees)]
         host, left = metadata.host, dict(self._ran)
         rows: list[int] = []
-        contexts = host.context_lens
-        for row, req_id in enumerate(metadata.req_ids):
+        contexts, changes = host.context_lens, metadata._arena.changes
+        for row, (req_id, context) in enumerate(zip(metadata.req_ids, contexts.tolist(), strict=False)):
             if req_id in given:
                 rows.append(row)
-                left[req_id] = _Ran(given[req_id], int(contexts[row]), metadata._arena.changes)
+                left[req_id] = _Ran(given[req_id], context, changes)
         if rows:
             masks, depths = masks_and_depths([given[metadata.req_ids[row]] for row in rows])
             lengths = host.query_lens[rows].astype(np.int64)
@@ -123,33 +122,37 @@ class DraftTrees:
         core = self._core
         if not isinstance(paths, Mapping):
             raise TypeError(f"paths: {paths!r} is not a mapping of request to accepted drafts")
-        new: list[tuple[int, int]] = []
         left = dict(self._ran)
-        moves: dict[str, list[_INT64]] = {table.group.name: [] for table in core.decoders}
+        computed = core.lengths[codes.COMPUTED]
+        rows, lengths = [], []
+        moving_rows, sources, targets = [], [], []  # of all requests, tokens by index in theirs
         for req_id, path in paths.items():
             row = core.order.row(req_id)
             ran = left.pop(req_id, None)
-            if ran is None or _came_later(core, row, ran) or core.num_computed(row) != ran.end:
+            if ran is None or _came_later(core, row, ran) or computed[row] != ran.end:
                 raise ValueError(
                     f"paths: request {req_id!r} has not run a tree in its last step, or tokens of it were taken back "
                     "since; keep a path between that step and any other change, and take back other tokens with "
                     "batch.rollback_many"
                 )
             drafts = checked_path(req_id, path, ran.parents)
-            kept = 1 + np.arange(len(drafts))
-            moved = drafts + 1 != kept
-            pairs = ran.context + np.stack((drafts[moved] + 1, kept[moved]), axis=1)
-            computed = ran.context + 1 + len(drafts)
+            for kept, draft in enumerate(drafts):
+                if draft != kept:
+                    moving_rows.append(row)
+                    sources.append(ran.context + 1 + draft)
+                    targets.append(ran.context + 1 + kept)
+            rows.append(row)
+            lengths.append(ran.context + 1 + len(drafts))
             for table in core.decoders:
-                table.check_sees(row, req_id, computed, "paths")
-                moves[table.group.name].append(_slots(table, row, req_id, pairs))
-            new.append((row, computed))
+                if table.group.sliding_window is not None:
+                    table.check_sees(row, req_id, lengths[-1], "paths")
+        pairs = np.array([sources, targets], np.int64).T
+        moves = {table.group.name: _slots(core, table, moving_rows, pairs) for table in core.decoders}
         core.undo.append((setattr, core, "ran_trees", core.ran_trees))
-        core.undo.extend((core.state.set_computed, row, core.num_computed(row)) for row, _ in new)
+        core.undo.append((np.copyto, computed, computed.copy()))
         core.ran_trees = left
-        for row, computed in new:
-            core.state.set_computed(row, computed)
-        return {name: np.concatenate([*parts, np.empty((0, 2), np.int64)]) for name, parts in moves.items()}
+        computed[rows] = lengths
+        return moves
 
 
 def settle_trees(core: BatchCore, metadata: StepMetadata) -> None:
@@ -185,14 +188,18 @@ def _check_kept(core: BatchCore, req_id: Hashable, row: int, ran: _Ran, computed
     )
 
 
-def _slots(table: BlockTable, row: int, req_id: Hashable, tokens: _INT64) -> _INT64:
-    """The slots of ``tokens``, by index in the request; ValueError where one lies in a block that was released."""
+def _slots(core: BatchCore, table: BlockTable, rows: list[int], tokens: _INT64) -> _INT64:
+    """The slots of ``tokens`` int64[n, 2], by index in the request of ``rows``; ValueError where one lies in a block
+    that was released.
+    """
     size = table.group.tokens_per_column
-    blocks: _INT64 = table.array[row, tokens // size].astype(np.int64)
-    if (blocks < table.group.kernel_blocks).any():
+    blocks: _INT64 = table.array[np.array(rows, np.intp)[:, None], tokens // size].astype(np.int64)
+    released = np.flatnonzero((blocks < table.group.kernel_blocks).any(axis=1))
+    if len(released):
         raise ValueError(
-            f"paths: a draft of request {req_id!r} lies in a block of group {table.group.name!r} that its window has "
-            "passed; keep paths before release_passed_blocks, or release with num_rollback"
+            f"paths: a draft of request {core.order.req_ids[rows[released[0]]]!r} lies in a block of group "
+            f"{table.group.name!r} that its window has passed; keep paths before release_passed_blocks, or release "
+            "with num_rollback"
         )
     slots: _INT64 = blocks * size + tokens % size
     return slots

@@ -64,7 +64,8 @@ class InputBatch(KeepsColumns, Uncopied):
         self._one_group = groups is None
         self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         self._core.states = {group.name: StateSlots(self._core, group) for group in states}
-        self._append_plain = self._core.append_plain() if self._one_group else None
+        self._append_plain = self._core.append_plain(one_group=self._one_group)
+        self._roll_back_plain = self._core.roll_back_plain()
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
@@ -321,6 +322,8 @@ class InputBatch(KeepsColumns, Uncopied):
 
     def rollback_many(self, num_tokens: Mapping[Any, int]) -> None:
         """``rollback`` for several requests in one call; where one goes too far, it raises and changes none."""
+        if type(num_tokens) is dict and self._roll_back_plain is not None and self._roll_back_plain(num_tokens):
+            return
         if not isinstance(num_tokens, Mapping):
             raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
         with self._core.enter():

@@ -12,6 +12,7 @@ from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attncore.arguments import flag, optional_integer
 from attncore.builder.checked_backend import check_backend
 from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
+from attncore.integrations.transformers.latent_layers import check_absorbed
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 from attncore.ops.forward_context import ForwardContext
@@ -104,6 +105,9 @@ def paged_caches(
     if num_slots is not None and not recurrent:
         raise ValueError(f"num_slots: {num_slots} given, but {type(model).__name__} has no recurrent layer")
     layers = attention_layers(model) if layers is None else layers
+    for layer in layers:
+        if layer.use_mla:
+            check_absorbed(layer.name, layer.module)
     shared = flag("shared", shared) and not backend.config.kv_cache_dtype.startswith("fp8")
     impls: dict[str, Any] = {}
     caches: dict[str, Any] = {}

@@ -29,7 +29,8 @@ def use_latent_caches(model: Any) -> int:
     as before. A second call changes nothing.
 
     ValueError for a model without such layers, and where the weight of ``kv_b_proj`` is none that can be absorbed: with
-    a bias, or of integers.
+    a bias, of integers, or not all that ``kv_b_proj`` computes with, as beside an adapter or a hook. ``paged_caches``
+    looks at that again.
     """
     check_model(model)
     found = [(name, module) for name, module in model.named_modules() if all(hasattr(module, one) for one in _NEEDED)]
@@ -39,7 +40,7 @@ def use_latent_caches(model: Any) -> int:
             f"{', '.join(_NEEDED)}); run it without use_latent_caches"
         )
     for name, module in found:
-        _check(name, module)
+        check_absorbed(name, module)
     for _, module in found:
         if getattr(module, LATENT, None) is None:
             layer = LatentLayer(module)
@@ -48,7 +49,8 @@ def use_latent_caches(model: Any) -> int:
     return len(found)
 
 
-def _check(name: str, module: Any) -> None:
+def check_absorbed(name: str, module: Any) -> None:
+    """ValueError where the layer's ``kv_b_proj`` is no product with a matrix, which could be absorbed."""
     projection = module.kv_b_proj
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:
@@ -62,6 +64,23 @@ def _check(name: str, module: Any) -> None:
         raise ValueError(
             f"layer {name}: kv_b_proj has a weight {tuple(weight.shape)}; {counted(size, 'row')} for each head and "
             f"{counted(module.kv_lora_rank, 'column')} expected"
+        )
+    if weight.device.type != "meta":
+        _check_product(name, projection, weight)
+
+
+@torch.no_grad()
+def _check_product(name: str, projection: Any, weight: Tensor) -> None:
+    """ValueError where two rows show that ``projection`` computes something else than the product with ``weight``."""
+    rows = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).sin().to(weight.dtype)
+    expected = torch.nn.functional.linear(rows, weight).float()
+    found = projection(rows).float()
+    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    if found.shape != expected.shape or not (found - expected).abs().max() <= tolerance * expected.abs().max():
+        raise ValueError(
+            f"layer {name}: kv_b_proj, a {type(projection).__name__}, computes more than the product with its weight, "
+            "such as the part of an adapter or a hook, which cannot be absorbed; merge adapters into the weight and "
+            "remove hooks first"
         )
 
 

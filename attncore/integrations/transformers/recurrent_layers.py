@@ -9,6 +9,7 @@ whose code begins anew wherever it is given more than one token (Mamba) takes la
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from attncore.integrations.transformers.attention_interface import check_one_row, using_attncore
 from attncore.integrations.transformers.checked_model import check_model
 from attncore.show import counted
 
-_CACHE = "cache_params"
-"""The argument of a recurrent layer's ``forward`` that is the model's cache."""
+_CACHES = ("cache", "cache_params")
+"""What the argument of a recurrent layer's ``forward`` that is the model's cache is called: the second in transformers
+before 5.24."""
+_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
+"""What code that keeps states calls of the cache."""
+
+_KINDS = ("conv_states", "recurrent_states")
 
 RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "hybrid"))
 """The layer types of a configuration with a state that its own code keeps in a cache: these layers, as modules."""
@@ -36,8 +42,25 @@ def recurrent_layers(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "layer_idx") and _CACHE in inspect.signature(_forward_of(module)).parameters
+        if hasattr(module, "layer_idx") and _updates_states(type(module)) and _cache_of(_forward_of(module))  # type: ignore[arg-type]
     }
+
+
+@functools.cache
+def _updates_states(kind: type) -> bool:
+    """Whether a method of the class, or of one that it inherits from, writes states: its attention does not."""
+    return any(
+        not _UPDATES.isdisjoint(inspect.unwrap(method).__code__.co_names)
+        for one in kind.__mro__
+        for method in vars(one).values()
+        if inspect.isfunction(method)
+    )
+
+
+def _cache_of(forward: Callable[..., Any]) -> str:
+    """The name of the argument of ``forward`` that is the cache; empty where it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHES if name in parameters), "")
 
 
 def _forward_of(module: Any) -> Callable[..., Any]:
@@ -46,21 +69,17 @@ def _forward_of(module: Any) -> Callable[..., Any]:
     return forward.original if isinstance(forward, _ByRequest) else forward
 
 
-class _Layer:
+class _Layer(Cache):
     """A cache with the states of some rows of one layer, as that layer's code knows caches."""
 
     def __init__(self, layer: Any) -> None:
-        self.layers = _AnyIndex(layer)
+        super().__init__(layers=[layer])
+        self.layers: Any = _AnyIndex(layer)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As Cache's, which looks for the last of the model's layers where ``layer_idx`` is None."""
         known = self.layers.layer.has_previous_state
         return all(known.values()) if state_idx is None else bool(known[state_idx])
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
-        return self.layers.layer.update_conv_state(conv_states, state_idx, **more)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
-        return self.layers.layer.update_recurrent_state(recurrent_states, state_idx, **more)
 
 
 class _AnyIndex:
@@ -86,7 +105,7 @@ class _Slots:
                 for index, state in getattr(seen, kind).items()
                 if state is not None
             }
-            for kind in ("conv_states", "recurrent_states")
+            for kind in _KINDS
         }
 
     def find_out(self, forward: Callable[..., Tensor], size: int, like: Tensor) -> None:
@@ -100,7 +119,7 @@ class _Slots:
             for held in cache.layers.layer.recurrent_states.values():
                 if held is not None:
                     held.fill_(value)
-            said.append(forward(tokens, **{_CACHE: cache}))
+            said.append(forward(tokens, **{_cache_of(forward): cache}))
         self.continues_prompts = not torch.equal(*said)
 
     @property
@@ -184,11 +203,18 @@ class StateCaches:
             _current.step = before
 
 
-def _seen_cache(model: Any) -> dict[int, Any]:
-    """The layers of the cache that the model makes of one token, by index, as far as they keep states."""
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+def nbytes_of_states(model: Any, num_tokens: int = 1) -> int:
+    """Bytes of the states of one request, seen in a run of ``num_tokens`` tokens."""
+    kinds = [getattr(layer, kind) for layer in _seen_cache(model, num_tokens).values() for kind in _KINDS]
+    return sum(state.nbytes // len(state) for states in kinds for state in states.values() if state is not None)
+
+
+def _seen_cache(model: Any, num_tokens: int = 1) -> dict[int, Any]:
+    """The layers of the cache that the model makes of some tokens, by index, as far as they keep states."""
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=model.device)
     with using_attncore(model, "eager"), torch.no_grad():
-        cache = model(input_ids=token, use_cache=True).past_key_values
+        output = model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+    cache = output.past_key_values if hasattr(output, "past_key_values") else output.cache
     return {
         index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)
     }
@@ -238,18 +264,18 @@ class _Step:
             raise ValueError(
                 f"input_ids: {counted(tokens.shape[1], 'token')} found; the step has {self._num_tokens}: give each"
             )
-        parts, self.has_run = [], True
+        parts, self.has_run, argument = [], True, _cache_of(forward)
         if self._num_decodes:
             cache = slots.cache(self._of_decodes, True)
             rows = tokens[0, : self._num_decodes, None]
-            parts.append(forward(rows, **asked, **{_CACHE: cache})[:, 0])
+            parts.append(forward(rows, **asked, **{argument: cache})[:, 0])
             slots.write(self._decodes, cache)
         for start, stop, slot, continues in self._prefills:
             # A slice: the layer's code writes the state behind these tokens to the slot itself.
             cache = slots.cache(lambda state, slot=slot: state[slot : slot + 1], continues)  # type: ignore[misc]
             size = stop - start if slots.continues_prompts or not continues else 1
             parts += [
-                forward(tokens[:, first : first + size], **asked, **{_CACHE: cache})[0]
+                forward(tokens[:, first : first + size], **asked, **{argument: cache})[0]
                 for first in range(start, stop, size)
             ]
         if (behind := tokens.shape[1] - self._num_tokens) or not parts:
@@ -270,12 +296,20 @@ class _ByRequest:
 
     def __init__(self, module: Any, original: Callable[..., Tensor]) -> None:
         self._module, self.original = module, original
+        self._argument = _cache_of(original)
 
     def __call__(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **asked: Any
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Any = None,
+        *,
+        cache_params: Any = None,
+        **asked: Any,
     ) -> Tensor:
         if _current.step is None:
-            return self.original(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **asked)
+            cache = cache_params if cache is None else cache
+            return self.original(hidden_states, **{self._argument: cache}, attention_mask=attention_mask, **asked)
         # Before states change: a layer of attention would say so behind them, and they cannot be taken back.
         check_one_row(hidden_states, attention_mask)
         return _current.step.run(self._module, self.original, hidden_states, asked)

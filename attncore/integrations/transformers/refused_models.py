@@ -28,7 +28,7 @@ def refuse_layers(model: Any) -> None:
     if others or (getattr(model, "_is_stateful", False) and not recurrent):
         raise ValueError(
             f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
-            "attention, and recurrent layers that take a cache of states (cache_params)"
+            "attention, and recurrent layers that keep their states in transformers' cache"
         )
     if getattr(config, "trigram_input", False):
         raise ValueError(

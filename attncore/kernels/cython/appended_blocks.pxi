@@ -1,6 +1,6 @@
-# append_blocks: blocks for several requests of a batch with one KV-cache group, in one call.
+# append_blocks, and append_blocks_by_group: blocks for several requests of a batch, in one call.
 
-from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next, PyDict_Size
+from cpython.dict cimport PyDict_CheckExact, PyDict_GetItemWithError, PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
@@ -36,17 +36,24 @@ cdef bint find_rows(BatchState batch, dict row_of, dict given, length_t* rows) e
     cdef Py_ssize_t position = 0, k = 0
     cdef PyObject* name
     cdef PyObject* ids
-    cdef PyObject* row
-    cdef slot_t value = 0
     while PyDict_Next(given, &position, &name, &ids):
-        if (type(<object> name) is not str and type(<object> name) is not int) or not PyList_CheckExact(<object> ids):
+        rows[k] = plain_row(batch, row_of, name)
+        if rows[k] < 0 or not PyList_CheckExact(<object> ids):
             return False
-        row = PyDict_GetItemWithError(row_of, <object> name)
-        if row == NULL or read_small_int(row, &value) == 0 or not 0 <= value < batch.capacity:
-            return False
-        rows[k] = <length_t> value
         k += 1
     return True
+
+
+cdef length_t plain_row(BatchState batch, dict row_of, PyObject* name) except -2:
+    """The row of a request; -1 where it is not known, or where comparing its name may run code of others."""
+    cdef PyObject* row
+    cdef slot_t value = 0
+    if type(<object> name) is not str and type(<object> name) is not int:
+        return -1
+    row = PyDict_GetItemWithError(row_of, <object> name)
+    if row == NULL or read_small_int(row, &value) == 0 or not 0 <= value < batch.capacity:
+        return -1
+    return <length_t> value
 
 
 cdef bint append_rows(TableState table, dict given, Py_ssize_t count, length_t* rows) noexcept:
@@ -100,3 +107,71 @@ cdef void take_back_rows(TableState table, dict given, Py_ssize_t count, length_
 cdef void shorten_row(TableView* view, length_t row, length_t held) noexcept:
     memset(view.table + <slot_t> row * view.width + held, 0, (view.num_blocks[row] - held) * sizeof(block_id_t))
     view.num_blocks[row] = held
+
+
+cdef struct Appended:
+    TableView* view
+    PyObject* table  # a TableState
+    PyObject* ids
+    length_t row
+    length_t held  # columns before
+
+
+def append_blocks_by_group(BatchState batch, tuple tables, tuple names, order, dict given):
+    """``append_blocks`` where a batch has several KV-cache groups: ``given`` has, by request, a dict of lists by group.
+
+    ``tables`` and ``names``, plain texts, are those of its groups of decoders. Whatever names another group is not
+    plain.
+    """
+    cdef dict row_of = order.row_of  # as in append_blocks
+    cdef Py_ssize_t count = PyDict_Size(given), num_appended, k = 0
+    cdef Appended* appended
+    if batch.state != FREE or not order.plain or order.paused or not 0 < count <= batch.capacity:
+        return False
+    appended = <Appended*> PyMem_Malloc(count * len(tables) * sizeof(Appended))
+    if appended == NULL:
+        return False
+    try:
+        num_appended = find_appended(batch, tables, names, row_of, given, appended)
+        if num_appended < 0:
+            return False
+        while k < num_appended and append_row(<TableState> appended[k].table, appended[k].row, appended[k].ids):
+            k += 1
+        if k == num_appended:
+            return True
+        while k > 0:
+            k -= 1
+            shorten_row(appended[k].view, appended[k].row, appended[k].held)
+        return False
+    finally:
+        PyMem_Free(appended)
+
+
+cdef Py_ssize_t find_appended(
+    BatchState batch, tuple tables, tuple names, dict row_of, dict given, Appended* out
+) except -2:
+    """Writes what each request appends to which group: how many such, or -1 where one is not plain or not known."""
+    cdef Py_ssize_t position = 0, inner = 0, k = 0, g
+    cdef PyObject* name
+    cdef PyObject* by_group
+    cdef PyObject* group
+    cdef PyObject* ids
+    cdef TableState table
+    cdef length_t row
+    while PyDict_Next(given, &position, &name, &by_group):
+        row = plain_row(batch, row_of, name)
+        if row < 0 or not PyDict_CheckExact(<object> by_group) or PyDict_Size(<object> by_group) > len(tables):
+            return -1
+        inner = 0
+        while PyDict_Next(<object> by_group, &inner, &group, &ids):
+            if type(<object> group) is not str or not PyList_CheckExact(<object> ids):
+                return -1
+            g = 0
+            while g < len(names) and <str> names[g] != <str> group:
+                g += 1
+            if g == len(names):
+                return -1
+            table = <TableState> tables[g]
+            out[k] = Appended(&table.view, <PyObject*> table, ids, row, table.view.num_blocks[row])
+            k += 1
+    return k

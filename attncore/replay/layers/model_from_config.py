@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
 from attncore.registry.host.free_memory import available_bytes
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
+from attncore.show import counted
 from attncore.vocabulary import DTYPES
 
 MAX_LAYERS = 1024
@@ -94,6 +96,39 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
         torch.manual_seed(seed)
         with memory_error_as_model_error(f"{path}: the model", "take a smaller one"):
             return make(device)
+
+
+def check_states(path: str, model: Any, num_slots: int, num_tokens: int) -> None:
+    """ModelError where a model with states cannot run ``num_tokens`` of a request in MAX_SECONDS, or takes more than
+    half of what is free for that or for the states of ``num_slots`` requests.
+
+    Neither is bounded by its weights: states have any size, and a token is padded to a chunk. It runs in a copy of this
+    process. On a device other than a CPU nothing is tried, since a copy has none.
+    """
+    if model.device.type != "cpu":
+        return
+    free = available_bytes("cpu") // 2
+
+    def fault() -> str:
+        torch.set_num_threads(1)
+        try:
+            with errors_as_model_errors(path), data_alone():
+                with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
+                    taken = nbytes_of_states(model, num_tokens) * num_slots
+                if taken > free:
+                    raise ModelError(
+                        f"{path}: the states of {counted(num_slots, 'request')} do not fit in memory: "
+                        f"{taken / 2**30:.1f} GiB, more than half of what is free; give fewer requests (--max-num-seqs)"
+                    )
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    refusal, ended = run_in_fork(fault, MAX_SECONDS, free)
+    if refusal or ended:
+        raise ModelError(
+            refusal or f"{path}: the model cannot run {counted(num_tokens, 'token')}: {ended}; take a smaller one"
+        )
 
 
 def _initialise(model: Any) -> None:

@@ -21,7 +21,7 @@ from attncore.integrations.transformers import (
 from attncore.registry.config_json import read_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
-from attncore.replay.layers.model_from_config import data_alone, random_model
+from attncore.replay.layers.model_from_config import check_states, data_alone, random_model
 from attncore.replay.model_error import (
     SMALLER_STEPS,
     ModelError,
@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 class ModelLayers:
     """The model of a configuration file; tokens are a function of content and position, so shared prefixes are equal.
 
-    ``device`` None: a GPU where there is one. Layers of latent attention have latent caches. Raises
-    ModelError where the file makes no model, NoBackendError where no backend runs its layers.
+    ``longest`` is the number of tokens of the longest request; ``device`` None: a GPU where there is one. Layers of
+    latent attention have latent caches. Raises ModelError where the file makes no model, NoBackendError where no
+    backend runs its layers.
     """
 
     def __init__(
@@ -56,12 +57,15 @@ class ModelLayers:
         path: str,
         settings: Settings,
         backend: str | None,
+        longest: int,
         device: str | None = None,
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = _model(path, settings.seed, device)
         self.keeps_states = bool(recurrent_layers(self.model))
+        if self.keeps_states:
+            check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
         with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
             use_latent_caches(self.model)
         with errors_as_model_errors(path), data_alone():

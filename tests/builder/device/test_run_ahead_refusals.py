@@ -72,6 +72,23 @@ def test_stop_behind_swapped_rows(kernels, replayed):
     assert builder.build().context_lens.tolist() == ([6 + replayed, 3 + replayed] if replayed else [3, 6])
 
 
+@pytest.mark.parametrize("asked", [{}, {"scheduled": {"a": 0}}, {"bucket": 2}, {"query_len": 2}])
+def test_no_other_builder_builds_over_tokens_that_no_step_has_written(kernels, asked):
+    """They count as computed, so that its step would read keys which are not in the cache."""
+    batch, builder, calls = two_requests(kernels)
+    other = MetadataBuilder(batch, max_num_batched_tokens=8)
+    other.capture(2)
+    steps = builder.run_ahead(3, bucket=3)
+    for count in range(3):
+        before = state_of(batch, other)
+        with pytest.raises(CaptureError, match=rf"^build: {3 - count} of 3 steps ahead not replayed yet"):
+            other.build(**asked)
+        assert state_of(batch, other) == before
+        steps.replay(calls)
+    batch.rollback_many({"a": 2, "b": 2})
+    assert other.build(**asked).context_lens[-1] == 7
+
+
 def test_stop_takes_nothing_from_a_later_request_of_the_same_name(kernels):
     """It has as many computed tokens as the one that left would have."""
     batch, builder, _ = two_requests(kernels)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attncore.builder import InputBatch, KVCacheGroup
+from attncore.builder import InputBatch, KVCacheGroup, StateGroup
 from attncore.errors import ConcurrentUseError
 
 _slots = pytest.importorskip("attncore._slots", reason="the compiled extension is not installed")
@@ -76,6 +76,44 @@ def test_any_calls_have_the_same_effect_and_answer(kernel_blocks):
         assert answer(first, method, arguments) == answer(second, method, arguments), step
         assert state_of(first) == state_of(second), step
     assert short > 1000 or kernel_blocks > 1
+
+
+GROUPS = [
+    KVCacheGroup("full", BLOCK, num_blocks=41),
+    KVCacheGroup("window", BLOCK * 2, sliding_window=9, num_blocks=41),
+]
+ODD = (["full"], {"other": [3]}, {3: [3]}, {"full": (3,), "window": [4]}, {Equal("full"): [5]}, {"states": [2]}, None)
+
+
+def by_group(rng, groups):
+    if rng.random() < 0.1:
+        return rng.choice(ODD)
+    return {group.name: some_ids(rng) for group in rng.sample(groups, rng.randrange(len(groups) + 1))}
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_calls_by_group_have_the_same_effect_and_answer(states):
+    rng, more = random.Random(5), [StateGroup("states", 9)] if states else []
+    first, second = batches(groups=[*GROUPS, *more])
+    short = 0
+    for step in range(3000):
+        name = rng.choice([*range(4), "a", "b", "c"])
+        kind = rng.random()
+        if kind < 0.1:
+            ids = {group.name: [rng.randrange(1, 40)] for group in GROUPS} | ({"states": [3]} if states else {})
+            method, arguments = "add_request", (name, ids)
+        elif kind < 0.15:
+            method, arguments = "remove_request", (name,)
+        elif kind < 0.155:
+            method, arguments = "preempt", (name,)
+        else:
+            names = rng.sample(first.req_ids, rng.randrange(min(4, len(first.req_ids) + 1)))
+            names += ["a"] * (rng.random() < 0.1)
+            method, arguments = "append_blocks_many", ({name: by_group(rng, GROUPS) for name in names},)
+            short += first._append_plain({name: {} for name in names})
+        assert answer(first, method, arguments) == answer(second, method, arguments), step
+        assert state_of(first) == state_of(second), step
+    assert short > 200
 
 
 def plain(batch):
