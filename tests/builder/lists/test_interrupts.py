@@ -191,6 +191,16 @@ class OwnBuilder(CommonMetadataBuilder):
     metadata_class = Own
 
 
+def raising(fails):
+    """A plan that raises what ``fails`` holds, once."""
+
+    def plan(metadata):
+        if fails:
+            raise fails.pop()
+
+    return plan
+
+
 def interrupt_again(monkeypatch, count):
     """Has the call that takes a step back interrupted too, before its opcode number ``count``. Returns those
     interrupts.
@@ -217,11 +227,7 @@ def test_an_advance_that_is_interrupted_twice_is_whole_for_whoever_reads_it(monk
     expected = fields(builder.build(now)), fields(builder.build(later)) | {"advanced": 1}
     sampled, fails = np.arange(1, 1 + len(now)), []
 
-    def plan(metadata):
-        if fails:
-            raise fails.pop()
-
-    builder.plan = plan
+    builder.plan = raising(fails)
     for count in itertools.count(step=5):
         with monkeypatch.context() as patch:
             interrupts = interrupt_again(patch, count)
@@ -240,6 +246,31 @@ def test_an_advance_that_is_interrupted_twice_is_whole_for_whoever_reads_it(monk
         if not interrupts[0].fired:
             break
     assert count > 50
+
+
+class Slotted(CommonAttentionMetadata):
+    """Its objects cannot be given another class."""
+
+    __slots__ = ("engines",)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_an_advance_of_a_class_with_slots_is_taken_back(monkeypatch, kind):
+    builder, (now, later) = new_builder(), STEPS[kind]
+    builder.metadata_class = Slotted
+    metadata, fails = builder.build(now), [Interrupt()]
+    before, expected = fields(metadata), fields(builder.build(later)) | {"advanced": 1}
+    builder.plan = raising(fails)
+    for count in (10**6, 40):  # taken back at once, and by the next call
+        fails[:] = [Interrupt()]
+        with monkeypatch.context() as patch:
+            interrupt_again(patch, count)
+            with pytest.raises(Interrupt):
+                metadata.advance_step(turn_prefills_into_decodes=True)
+        if count == 10**6:
+            assert fields(metadata) == before
+    metadata.advance_step(turn_prefills_into_decodes=True)
+    assert fields(metadata) == expected
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
