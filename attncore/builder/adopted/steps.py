@@ -112,7 +112,14 @@ class AdoptedSteps(Uncopied):
 
     @property
     def last_step(self) -> int:
-        """The number of the last step that was built; -1 before the first."""
+        """The number of the last step that was built; -1 before the first.
+
+        Behind an interrupted build it says whether that has happened. Where an interrupt came while it was taken back,
+        too, the rest of that is done here.
+        """
+        if self._entrance.unfinished:
+            with self._entrance.enter():
+                pass
         last: int = self._owner.last_step
         return last
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attncore import arguments
 from attncore.array_arguments import check_readable, check_tensor
-from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
+from attncore.builder.lists.advanced_arrays import BeforeNext, write_next
 from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.builder.lists.turned_step import turned_step
+from attncore.builder.lists.unfinished import Before, Unsettled, settle
 from attncore.builder.metadata import check_metadata
 from attncore.graphs import refuse_while_capturing
 from attncore.show import counted
@@ -50,10 +51,8 @@ def advance_step(
     settings = _check_metadata(metadata, turns)
     with settings.enter():
         settle(metadata)
-        if metadata.num_prefills:
-            _turn(metadata, settings, input_tokens, sampled_token_ids, num_queries)
-            return
-        _advance(metadata, settings, input_tokens, sampled_token_ids, num_queries)
+        advance = _turn if metadata.num_prefills else _advance
+        advance(metadata, settings, input_tokens, sampled_token_ids, num_queries)
 
 
 def _advance(
@@ -67,20 +66,8 @@ def _advance(
     n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     step = plan_next(metadata, settings, n)
     check_built(metadata)  # a block id's own code may have set one
-    before = before_advance(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
-    vars(metadata)["_unfinished"] = before
-    try:
-        write_next(metadata, step, settings)
-        if settings.plan is not None:
-            settings.plan(metadata)
-        if tokens is not None:
-            input_tokens[:n] = tokens
-            input_tokens[n : metadata.num_reqs] = 0
-        settings.last_step = metadata.step
-        del vars(metadata)["_unfinished"]
-    except BaseException:
-        settle(metadata)
-        raise
+    before = BeforeNext(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
+    _make(metadata, settings, before, vars(metadata), input_tokens, n, tokens, write_next, step)
 
 
 def _turn(
@@ -94,25 +81,45 @@ def _turn(
     n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     longer = turned_step(metadata)
     check_built(metadata)  # a block id's own code may have set one
-    old_tokens = None if tokens is None else _copied(input_tokens[:n])
-    settings.undo.append((_turn_back, metadata, vars(metadata), input_tokens, old_tokens))
+    before = Before(metadata, vars(metadata), None if tokens is None else input_tokens[:n])
+    _make(metadata, settings, before, longer, input_tokens, n, tokens, _write_turned, longer)
+
+
+def _write_turned(metadata: CommonAttentionMetadata, longer: dict[str, Any], settings: ListSettings) -> None:
     metadata.__dict__ = longer
-    if settings.plan is not None:
-        settings.plan(metadata)
-    if tokens is not None:
-        input_tokens[:n] = tokens
-    settings.last_step = longer["step"]
 
 
-def _turn_back(metadata: CommonAttentionMetadata, before: dict[str, Any], input_tokens: Any, old_tokens: Any) -> None:
-    metadata.__dict__ = before
-    if old_tokens is not None:
-        with contextlib.suppress(Exception):  # an array that refuses to be written to, which is reported
-            input_tokens[: len(old_tokens)] = old_tokens
-
-
-def _copied(tokens: Any) -> Any:
-    return tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
+def _make(
+    metadata: CommonAttentionMetadata,
+    settings: ListSettings,
+    before: Before,
+    after: dict[str, Any],
+    input_tokens: Any,
+    n: int,
+    tokens: Any,
+    write: Callable[[CommonAttentionMetadata, Any, ListSettings], None],
+    step: Any,
+) -> None:
+    """Makes the step the next one, which ``write`` writes; its attributes are ``after`` then."""
+    held, number = vars(metadata), settings.last_step + 1
+    try:
+        write(metadata, step, settings)
+        if settings.plan is not None:
+            settings.plan(metadata)
+        if tokens is not None:
+            input_tokens[:n] = tokens
+            input_tokens[n : metadata.num_reqs] = 0
+        settings.last_step = number  # it has happened
+    except BaseException:
+        if settings.last_step != number:
+            # A signal's handler runs behind a call, and so finds the class set: who reads the step then has it settled.
+            held["_unfinished"] = after["_unfinished"] = before
+            try:  # noqa: SIM105
+                object.__setattr__(metadata, "__class__", Unsettled)
+            except TypeError:  # a subclass with slots of its own: the next call on the step settles it
+                pass
+            settle(metadata)
+        raise
 
 
 def _check_call(

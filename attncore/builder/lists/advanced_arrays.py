@@ -1,9 +1,8 @@
-"""What advance_step writes: the arrays of the next step, and how a step that was interrupted is taken back."""
+"""What advance_step writes: the arrays of the next step, and how they become again what they were."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from attncore.array_arguments import Int32Array
 from attncore.builder.fields import ARRAYS
 from attncore.builder.lists.next_decodes import Next
+from attncore.builder.lists.unfinished import Before
 from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.builder.slices import own_arrays, set_own_array
 
@@ -29,7 +29,7 @@ _WRITTEN = tuple(name for name in _FIELDS if name not in ("block_table", "paged_
 
 
 def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSettings) -> None:
-    """Makes the step the next one; an exception in the middle leaves what ``settle`` takes back."""
+    """Makes the step the next one; an exception in the middle leaves what ``BeforeNext`` takes back."""
     host, (rows, ids) = metadata.host, step.started
     own = own_arrays(host)
     n, num_reqs = len(own.query_lens), metadata.num_reqs
@@ -58,7 +58,7 @@ def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSett
     metadata.step = settings.last_step + 1
     vars(metadata)["_table_lens"] = step.table_lens
     unwindowed = settings.block_size if step.seq_lens is None and not len(changed.rows) else None
-    _update_views(metadata, table_changed=len(changed.rows) > 0, advanced=unwindowed, pages_changed=len(rows) > 0)
+    _update_views(vars(metadata), table_changed=len(changed.rows) > 0, advanced=unwindowed, pages_changed=len(rows) > 0)
 
 
 def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
@@ -80,29 +80,29 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
 
 
 def _update_views(
-    metadata: CommonAttentionMetadata, table_changed: bool, advanced: int | None = None, pages_changed: bool = True
+    held: dict[str, Any], table_changed: bool, advanced: int | None = None, pages_changed: bool = True
 ) -> None:
     """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views.
 
     ``advanced``: the block size where the device can move its fields on by itself, from whole tables that it has; then
     one kernel takes the place of the copies.
     """
-    wrapped = vars(metadata)
+    host = own_arrays(held["host"])
     for name in ("_prefill", "_decode", *OF_ARRAYS):
-        wrapped.pop(name, None)
-    for name in ARRAYS & wrapped.keys():
-        if isinstance(wrapped[name], np.ndarray):  # a caller may have set its shape or dtype in place
-            del wrapped[name]
-    moved = frozenset() if advanced is None else _advance_on_device(metadata, advanced)
+        held.pop(name, None)
+    for name in ARRAYS & held.keys():
+        if isinstance(held[name], np.ndarray):  # a caller may have set its shape or dtype in place
+            del held[name]
+    moved = frozenset() if advanced is None else _advance_on_device(held, advanced)
     for name in _FIELDS:
-        value = wrapped.get(name)
+        value = held.get(name)
         if value is None or name in moved or (name == "block_table" and not table_changed):
             continue
         if name == "paged_kv_indptr" and not pages_changed:
             continue
-        array = getattr(own_arrays(metadata.host), name)
+        array = getattr(host, name)
         if tuple(value.shape) != array.shape:
-            del wrapped[name]
+            del held[name]
         elif value.data_ptr() != array.__array_interface__["data"][0]:
             import torch
 
@@ -110,9 +110,8 @@ def _update_views(
             value.copy_(torch.from_numpy(array), non_blocking=True)
 
 
-def _advance_on_device(metadata: CommonAttentionMetadata, block_size: int) -> frozenset[str]:
+def _advance_on_device(held: dict[str, Any], block_size: int) -> frozenset[str]:
     """Moves the fields that lie on a GPU on by one kernel; their names, none where it cannot run."""
-    held = vars(metadata)
     lens, table = held.get("seq_lens"), held.get("block_table")
     if lens is None or table is None or not runs_kernels(lens):
         return frozenset()
@@ -122,12 +121,12 @@ def _advance_on_device(metadata: CommonAttentionMetadata, block_size: int) -> fr
         return frozenset()
     names = ("seq_lens", "block_table", *triton_advance.FIELDS)
     tensors = {name: held[name] for name in names if name in held}
-    host = own_arrays(metadata.host)
+    host = own_arrays(held["host"])
     for name, tensor in tensors.items():
         same_kind = tensor.device == lens.device and tensor.is_contiguous()
         if not same_kind or tuple(tensor.shape) != getattr(host, name).shape:  # an engine's own
             return frozenset()
-    triton_advance.advance_rows(tensors, block_size, len(host.query_lens), metadata.num_reqs)
+    triton_advance.advance_rows(tensors, block_size, len(host.query_lens), held["num_reqs"])
     return frozenset(tensors)
 
 
@@ -136,55 +135,31 @@ def runs_kernels(tensor: Any) -> bool:
     return bool(getattr(tensor, "is_cuda", False))
 
 
-class Before(NamedTuple):
-    """What an advance changes, as it was before."""
+class BeforeNext(Before):
+    """What a step was before ``write_next``, which writes to arrays that the step keeps."""
 
-    arrays: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
-    """Host arrays that are written in place, and copies of them."""
-    table: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.intp]
-    table_rows: npt.NDArray[np.int32]
-    """The rows of ``table`` that change."""
-    pages: Any
-    attributes: dict[str, Any]
-    tokens: tuple[Any, Any] | None
-    """The engine's input tokens, and a copy of them."""
+    def __init__(self, metadata: CommonAttentionMetadata, step: Next, tokens: Any) -> None:
+        own = own_arrays(metadata.host)
+        attributes = {
+            "max_seq_len": metadata.max_seq_len, "max_decode_seq_len": metadata.max_decode_seq_len,
+            "advanced": metadata.advanced, "step": metadata.step, "_table_lens": vars(metadata).get("_table_lens"),
+        }  # fmt: skip
+        super().__init__(metadata, attributes, tokens)
+        arrays = [array for name in _WRITTEN if (array := getattr(own, name, None)) is not None]
+        self.arrays = [(array, array.copy()) for array in arrays]  # which are written to
+        self.table, self.rows = own.block_table, step.table.rows
+        self.table_rows = self.table[self.rows]
+        self.pages = getattr(own, "paged_kv_indices", None)
 
-
-def before_advance(metadata: CommonAttentionMetadata, step: Next, tokens: Any) -> Before:
-    """What ``settle`` takes an advance to ``step`` back with."""
-    own = own_arrays(metadata.host)
-    arrays = [array for name in _WRITTEN if (array := getattr(own, name, None)) is not None]
-    rows = step.table.rows
-    attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced", "step")}
-    attributes["_table_lens"] = vars(metadata).get("_table_lens")
-    kept = None
-    if tokens is not None:
-        if isinstance(tokens, np.ndarray):
-            tokens = np.asarray(tokens)  # what a subclass does when it is written to is its own code
-        kept = tokens, tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
-    return Before(
-        [(array, array.copy()) for array in arrays], own.block_table, rows, own.block_table[rows],
-        getattr(own, "paged_kv_indices", None), attributes, kept,
-    )  # fmt: skip
-
-
-def settle(metadata: Any) -> None:
-    """Takes back an advance that was interrupted, where one was; right to call again where it is interrupted itself."""
-    before: Before | None = vars(metadata).get("_unfinished")
-    if before is None:
-        return
-    host = metadata.host
-    for array, values in before.arrays:
-        array[...] = values
-    before.table[before.rows] = before.table_rows
-    set_own_array(host, "block_table", before.table)
-    if before.pages is not None:
-        set_own_array(host, "paged_kv_indices", before.pages)
-    vars(metadata).update(before.attributes)
-    _update_views(metadata, table_changed=True)
-    if before.tokens is not None:
-        tokens, values = before.tokens
-        with contextlib.suppress(Exception):  # the array of the engine refuses to be written to, which is reported
-            tokens[...] = values
-    del vars(metadata)["_unfinished"]
+    def restore(self, metadata: Any) -> dict[str, Any]:
+        held: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
+        host = held["host"]
+        for array, values in self.arrays:
+            array[...] = values
+        self.table[self.rows] = self.table_rows
+        set_own_array(host, "block_table", self.table)
+        if self.pages is not None:
+            set_own_array(host, "paged_kv_indices", self.pages)
+        held.update(self.attributes)
+        _update_views(held, table_changed=True)
+        return held

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
 from attncore.builder.first_generation_names import FirstGenerationStateNames
-from attncore.builder.lists.advanced_arrays import settle
 from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_host
+from attncore.builder.lists.unfinished import settle
 from attncore.builder.slices import own_arrays
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
@@ -127,6 +127,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             self.backend.plan(metadata)
         steps.metadata[batch_size] = metadata
         builder.last_step = metadata.step
+        steps.prepared = metadata, metadata.advanced
         return metadata
 
     def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
@@ -170,13 +171,15 @@ class CommonAttentionState(FirstGenerationStateNames):
             settle(metadata)
             steps.check_fits(metadata, self.builder)
             captured, step = steps.metadata[bucket], own_arrays(metadata.host)
-            if captured is not metadata:
+            if captured is metadata:
+                self._check_prepared(metadata, "prepare")
+            else:
                 copies = steps.buffers.copies(step, bucket)
                 steps.prepared = NOTHING
                 set_host(captured, steps.buffers.write(step, bucket, copies), metadata.step)
                 if "_kept" in vars(metadata):  # the plan of the step
                     vars(captured)["_kept"] = metadata.kept
-            steps.prepared = metadata, metadata.advanced
+                steps.prepared = metadata, metadata.advanced
         return captured
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int) -> CommonAttentionMetadata:
@@ -216,19 +219,26 @@ class CommonAttentionState(FirstGenerationStateNames):
         """Called by the engine once per step, before the first layer or the replay.
 
         By default it only checks: CaptureError for a step that is padded for a graph and was not prepared since it was
-        built or advanced.
+        built or advanced, and for the metadata of a captured size where the buffers hold no whole step of the size.
         """
         if getattr(metadata, "from_groups", False) and metadata.use_cuda_graph:
-            self._check_prepared(metadata)
+            self._check_prepared(metadata, "begin_forward")
 
-    def _check_prepared(self, metadata: CommonAttentionMetadata) -> None:
+    def _check_prepared(self, metadata: CommonAttentionMetadata, what: str) -> None:
         prepared, advanced = self._steps.prepared
         if prepared is metadata and advanced == metadata.advanced:
             return
-        if self._steps.metadata[self._steps.size_of(metadata, self._only)] is not metadata:
+        size = self._steps.size_of(metadata, self._only)
+        if self._steps.metadata[size] is not metadata:
             raise CaptureError(
-                "begin_forward: this step is padded for a graph, but the buffers do not hold it; call "
+                f"{what}: this step is padded for a graph, but the buffers do not hold it; call "
                 "state.prepare(metadata) first, or build without padding and run the step without a graph"
+            )
+        if prepared is None or prepared.num_reqs != size:
+            raise CaptureError(
+                f"{what}: metadata that a graph of {counted(size, 'request')} was captured over, but the buffers hold "
+                "no whole step of this size (a call was interrupted, or another size was written since); prepare a "
+                "step of this size, or call metadata_for_capture"
             )
 
 

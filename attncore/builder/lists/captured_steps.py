@@ -51,7 +51,9 @@ class CapturedSteps:
         self.metadata: CapturedSizes[CommonAttentionMetadata] = CapturedSizes()
         """The metadata that each size was captured over."""
         self.prepared = NOTHING
-        """The step that the buffers hold, and its ``advanced`` count when it was written there."""
+        """The step that the buffers hold whole, and its ``advanced`` count when it was written there; an empty step is
+        the metadata of its size.
+        """
 
     @property
     def limit(self) -> int:

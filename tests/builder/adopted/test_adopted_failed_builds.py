@@ -1,10 +1,12 @@
 """A build that fails or is interrupted leaves the last step's fields on the device as they were."""
 
+import itertools
+
 import pytest
 import torch
 from builder.adopted.adopted_engine import MODEL_LEN, int32
 from builder.plain_backend import Least, config
-from interrupted_calls import AtOpcode
+from interrupted_calls import AtOpcode, Interrupt
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
 from attncore.builder.adopted.device_fields import MADE
@@ -142,3 +144,32 @@ def test_an_interrupted_build_leaves_the_last_step_its_own(pad, asked):
             kept += 1
         opcode += 1
     assert kept > 300
+
+
+@pytest.mark.parametrize("kernels", ["cython", "numba"])
+def test_last_step_tells_of_a_build_whose_taking_back_was_interrupted_and_ends_that(kernels, monkeypatch):
+    backend = Asking(config(spec(page_list=True)))
+    steps = AdoptedSteps(backend, kernels=kernels, **LARGEST)
+    for count in itertools.count(step=3):
+        last = steps.build(**FIRST)
+        wanted, number, interrupts = fields_of(last), steps.last_step, []
+        backend.asked, backend.fails = ASKED, True
+
+        def restore(*args, real=steps._fields.restore, count=count, interrupts=interrupts, **options):
+            interrupts.append(AtOpcode(count))
+            interrupts[-1].__enter__()
+            try:
+                real(*args, **options)
+            finally:
+                interrupts[-1].__exit__(None, None, None)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(steps._fields, "restore", restore)
+            with pytest.raises((ValueError, Interrupt)):
+                steps.build(**SECOND)
+        backend.fails = False
+        assert steps.last_step == number
+        assert fields_of(last) == wanted
+        if not interrupts[0].fired:
+            break
+    assert count > 50
