@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, why_no_list
-from attncore.quoted import quoted
+from attncore.quoted import quoted, type_name
 from attncore.show import counted
 
 Int32Array = npt.NDArray[np.int32]
@@ -139,6 +139,20 @@ def not_strided(tensor: Any) -> str | None:
             f"shape {tuple(tensor.shape)} found, which reaches beyond the tensor's memory, as after a resize_ that "
             "torch refused; make it anew"
         )
+    return None
+
+
+def why_not_plain(tensor: Any) -> str | None:
+    """Why operators of torch may not find the numbers of a tensor that a backend returned, in words that follow it;
+    None where they do.
+    """
+    torch = sys.modules["torch"]
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"of type {type_name(tensor)}"  # a subclass, such as FakeTensor, may do anything in any operator
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"{'nested, ' if tensor.is_nested else ''}of layout {tensor.layout}"
+    if tensor.device.type != "meta" and beyond_its_memory(tensor):
+        return f"of shape {tuple(tensor.shape)}, which reaches beyond its memory"
     return None
 
 

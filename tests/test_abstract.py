@@ -14,6 +14,7 @@ from attncore import (
     Option,
     PlanKey,
     Variant,
+    select,
 )
 
 torch = pytest.importorskip("torch")
@@ -92,6 +93,16 @@ def test_a_configuration_is_compared_with_the_spec(changes, facts, says):
     with pytest.raises(ValueError) as caught:
         Backend(config(spec=spec(**facts), **changes))
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("given", [5, "x", {}, None])
+def test_what_is_no_configuration_is_named(given):
+    for make in (
+        Backend,
+        select(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", backend="reference").create_for,
+    ):
+        with pytest.raises(TypeError, match=f"^config: {type(given).__name__} found; give a BackendConfig"):
+            make(given)
 
 
 def test_a_configuration_that_the_spec_accepts():

@@ -6,6 +6,7 @@ import torch
 from attncore import AttentionBackend, BackendConfig
 from attncore.ops.move_slots import move_slots
 from attncore.reference import ReferenceBackend
+from attncore.reference.cache import copy_blocks
 
 BLOCKS, BLOCK = 5, 4
 MOVES = [[7, 6], [9, 7], [18, 8], [6, 9]]
@@ -73,6 +74,87 @@ def test_a_cache_that_layers_have_together_moves_once(config):
         found = backend.kv_cache_views(cache) if copies else rows(backend, cache)
         for one, wanted in zip(found, before, strict=True):
             assert torch.equal(one.float(), moved(wanted, CHAIN if copies else MOVES).float())
+
+
+def turned(cache):
+    """The same elements, with strides of its own where an axis has one element."""
+    strides = [step if size > 1 else 1 for step, size in zip(cache.stride(), cache.shape, strict=True)]
+    return cache.as_strided(cache.shape, strides)
+
+
+ONE_HEAD = {"num_kv_heads": 1}
+FORMS = {
+    "a pair of its halves": ({}, lambda backend, cache: backend.kv_cache_views(cache)),
+    "a pair of its halves, HND": (CONFIGS["HND"], lambda backend, cache: backend.kv_cache_views(cache)),
+    "a pair, rows of both": (CONFIGS["short values"], lambda backend, cache: backend.kv_cache_views(cache)),
+    "a list": ({}, lambda backend, cache: list(backend.kv_cache_views(cache))),
+    "bytes": (CONFIGS["fp8"], lambda backend, cache: cache.view(torch.uint8)),
+    "a pair of bytes": (
+        CONFIGS["fp8"], lambda backend, cache: tuple(part.view(torch.uint8) for part in backend.kv_cache_views(cache))
+    ),
+    "an axis of one head": (ONE_HEAD, lambda backend, cache: turned(cache)),
+    "latent rows": (CONFIGS["latent"], lambda backend, cache: cache.view(cache.shape)),
+}  # fmt: skip
+"""The configuration, and the form in which a second layer has the cache of the first."""
+
+
+class OfBase(ReferenceBackend):
+    """A vendor's whose blocks the base class copies."""
+
+    copy_blocks, swap_blocks = AttentionBackend.copy_blocks, AttentionBackend.swap_blocks
+
+
+@pytest.mark.parametrize("method", ["move_slots", "copy_blocks"])
+@pytest.mark.parametrize("kind", [ReferenceBackend, OfBase])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cache_that_layers_have_in_several_forms_moves_once(form, kind, method):
+    config, other = FORMS[form]
+    backend = kind(made(**config).config)
+    cache, beside = filled(backend), filled(backend)
+    before = [view.float().clone() for view in backend.kv_cache_views(cache)]
+    for layers in ([cache, beside, other(backend, cache)], [other(backend, cache), cache]):
+        for view, old in zip(backend.kv_cache_views(cache), before, strict=True):
+            view.copy_(old)
+        getattr(backend, method)(layers, MOVES if method == "move_slots" else CHAIN)
+        for view, old in zip(backend.kv_cache_views(cache), before, strict=True):
+            if method == "move_slots":
+                wanted = moved(old.reshape(BLOCKS * BLOCK, -1)).view(old.shape)
+            else:
+                wanted = moved(old, CHAIN)
+            assert torch.equal(view.float(), wanted)
+
+
+@pytest.mark.parametrize("method", ["move_slots", "copy_blocks"])
+@pytest.mark.parametrize("kind", [ReferenceBackend, OfBase])
+@pytest.mark.parametrize("shared", ["keys", "blocks", "the first blocks"])
+def test_caches_that_share_a_part_of_their_memory_are_refused(shared, kind, method):
+    backend = kind(made().config)
+    pool = torch.zeros(2, BLOCKS + 1, BLOCK, 2, 8)
+    keys, values, more = pool[0, :BLOCKS], pool[1, :BLOCKS], torch.zeros(BLOCKS, BLOCK, 2, 8)
+    layers = {
+        "keys": [(keys, values), (keys, more)],
+        "blocks": [pool[:, :-1], pool[:, 1:]],
+        "the first blocks": [pool, pool[:, :-1]],
+    }[shared]
+    with pytest.raises(ValueError, match=r"^kv_caches: two of them share a part of their memory"):
+        getattr(backend, method)(layers, [[1, 2]])
+
+
+def test_layers_of_one_pool_are_apart():
+    """Each block holds keys and values of three layers, whose ends enclose each other's."""
+    backend = made()
+    pool = torch.arange(BLOCKS * 3 * 2 * BLOCK * 2 * 8, dtype=torch.float32).view(BLOCKS, 3, 2, BLOCK, 2, 8)
+    before = pool.clone()
+    backend.copy_blocks([(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(3)], CHAIN)
+    assert torch.equal(pool, moved(before, CHAIN))
+
+
+def test_the_function_of_the_reference_takes_a_pair_beside_the_whole_cache():
+    whole = torch.arange(2.0 * BLOCKS * BLOCK * 2 * 8).view(2, BLOCKS, BLOCK, 2, 8)
+    before = whole.clone()
+    copy_blocks([whole, (whole[0], whole[1])], CHAIN)
+    for part, old in zip(whole, before, strict=True):
+        assert torch.equal(part, moved(old, CHAIN))
 
 
 class OfPairs(ReferenceBackend):

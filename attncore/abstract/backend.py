@@ -294,12 +294,13 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
         """Copy blocks within each layer's cache by ``swap_blocks``, which a vendor overrides: ``src_to_dst`` is (n, 2)
-        of block ids, all read before any is written. A cache that several layers have is copied within once. ValueError
-        before any layer's is written to where one has not the blocks, or cannot be written to.
+        of block ids, all read before any is written. A cache that several layers have, in one form or in several, is
+        copied within once. ValueError before any layer's is written to where one has not the blocks, cannot be written
+        to, or shares a part of another's memory.
         """
         from attncore.ops.distinct_caches import distinct_caches
 
-        kv_caches = distinct_caches(kv_caches)
+        kv_caches = distinct_caches(kv_caches, self.kv_cache_views)
         if type(self).swap_blocks is AttentionBackend.swap_blocks:
             for kv_cache in kv_caches:
                 self._copies(kv_cache, kv_cache, src_to_dst)
@@ -324,18 +325,18 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def move_slots(self, kv_caches: Sequence[Any], moves: Any) -> None:
         """Move tokens within each layer's cache, whole or a pair: ``moves`` is (n, 2), the slots from which and to
         which, all read before any is written. It is what ``MetadataBuilder.keep_paths`` returns, of the layers' group.
-        In a cache that several layers have they are moved once.
+        In a cache that several layers have, in one form or in several, they are moved once.
 
         What ``kv_cache_views`` shows is moved: a class whose tensors hold more of a token overrides it. Nothing waits
         for a device. ValueError naming the argument, before any layer's cache is written to, for a cache that cannot
-        be written to or holds more, and for pairs that are none, or lie outside the caches (unless they are on a
-        device).
+        be written to, holds more or shares a part of another's memory, and for pairs that are none, or lie outside the
+        caches (unless they are on a device).
         """
         from attncore.ops.distinct_caches import distinct_caches
         from attncore.ops.move_slots import move_slots_of_layers
 
         layers = []
-        for kv_cache in distinct_caches(kv_caches):
+        for kv_cache in distinct_caches(kv_caches, self.kv_cache_views):
             layers.append(self.kv_cache_views(kv_cache))
             held, shown = _bytes(kv_cache), _bytes(layers[-1])
             if held > shown:

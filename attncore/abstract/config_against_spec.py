@@ -9,20 +9,27 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attncore.quoted import quoted
+from attncore.abstract.backend_config import BackendConfig
+from attncore.quoted import quoted, type_name
 from attncore.show import counted
 
 if TYPE_CHECKING:
-    from attncore.abstract.backend_config import BackendConfig
     from attncore.abstract.spec_protocol import SpecFacts
+
+
+def check_config(config: object) -> None:
+    """TypeError unless it is a BackendConfig."""
+    if not isinstance(config, BackendConfig):
+        raise TypeError(f"config: {type_name(config)} found; give a BackendConfig, such as Choice.config() makes")
 
 
 def checked(config: BackendConfig) -> BackendConfig:
     """``config``, with its spec narrowed to the variant that it names; ``config`` itself where it has no spec.
 
     Raises ValueError that begins with the name of the first field that the spec does not accept, and says what was
-    found and what is accepted.
+    found and what is accepted; TypeError that begins with ``config`` where it is none.
     """
+    check_config(config)
     if config.spec is None:
         return config
     spec = _of_variant(config, config.spec)

@@ -236,7 +236,7 @@ class ReferenceBackend(AttentionBackend):
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
         """Copy blocks within each layer's cache; see ``reference.cache.copy_blocks`` for the rules and errors."""
-        paged.copy_blocks(kv_caches, src_to_dst)
+        paged.copy_blocks(kv_caches, src_to_dst, views=self.kv_cache_views)
 
     def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
         """Copy blocks to another cache, say on the CPU; see ``attncore.reference.cache.swap_blocks``."""

@@ -13,7 +13,8 @@ An fp8 cache holds what was written divided by a scale, and cut off at the large
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -308,19 +309,24 @@ def read(cache: Tensor, slots: Tensor) -> Tensor:
     return indexed[_places(slots, block_size)].view(cache.dtype)
 
 
-def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block_dim: int = 1) -> None:
+def copy_blocks(
+    kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block_dim: int = 1,
+    views: Callable[[Any], Iterable[Tensor]] | None = None,
+) -> None:  # fmt: skip
     """Copy whole blocks inside each cache: ``block_pairs`` is ``(n, 2)``, source and destination (for copy-on-write).
 
     One cache or one for each layer, in place. All sources are read before anything is written, so a chain such as
     ``[(1, 2), (2, 3)]`` moves the old content of both; in a cache that several layers have, once. ``block_dim`` says
     which dimension counts blocks where keys and values are stacked in one tensor; in other caches it is the first. A
-    block id outside the cache, or a destination named twice is a ValueError. Pairs on a GPU are brought back to be
-    checked.
+    block id outside the cache, a destination named twice, or two caches that share a part of their memory is a
+    ValueError. Pairs on a GPU are brought back to be checked. ``views``, such as a backend's ``kv_cache_views``, show
+    which caches are the same, where layers have one in several forms.
     """
     block_dim = integer("block_dim", block_dim, 0)
     if not isinstance(kv_caches, Iterable):
         raise ValueError(f"kv_caches: {type(kv_caches).__name__} found; give the cache of each layer")
-    caches = [kv_caches] if isinstance(kv_caches, Tensor) else distinct_caches(kv_caches)
+    views = views or partial(_keys_and_values, block_dim=block_dim)
+    caches = [kv_caches] if isinstance(kv_caches, Tensor) else distinct_caches(kv_caches, views)
     layers = [_parts("kv_caches", cache, block_dim) for cache in caches]
     parts = [part for layer in layers for part in layer]
     if not parts:
@@ -369,6 +375,12 @@ def _parts(name: str, cache: Caches, block_dim: int) -> list[Tensor]:
         return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]
     _check_tensors(name, cache)
     return list(cache)
+
+
+def _keys_and_values(cache: Caches, *, block_dim: int) -> list[Tensor]:
+    """Keys and values that are stacked in one tensor, as the pair of them; else ``_parts``."""
+    parts = _parts("kv_caches", cache, block_dim)
+    return list(parts[0].unbind(1)) if len(parts) == 1 and parts[0].dim() == 5 else parts
 
 
 def _checked_pairs(block_pairs: Any, num_source: int, num_target: int) -> NDArray[np.int64]:

@@ -237,9 +237,11 @@ def _check_cache(cache: Any, *_: Any) -> None:
 def _check_tensor(found: Any, *_: Any) -> None:
     import torch
 
+    from attncore.array_arguments import why_not_plain  # it imports NumPy
+
     if not isinstance(found, torch.Tensor):
         raise _WrongResultError(f"returned {_described(found)}; the contract says a tensor")
-    if (why := _why_not_plain(found)) is not None:
+    if (why := why_not_plain(found)) is not None:
         raise _WrongResultError(f"returned a tensor {why}; the contract says a plain strided tensor")
 
 
@@ -261,26 +263,13 @@ def _check_like(which: str, found: Any, shape: tuple[int, ...], dtype: Any, devi
     """_WrongResultError where ``found`` is no tensor of that shape and dtype on that device."""
     import torch
 
+    from attncore.array_arguments import why_not_plain  # it imports NumPy
+
     is_tensor, wanted = isinstance(found, torch.Tensor), f"a tensor {shape} of {dtype} on {device}"
-    if is_tensor and (why := _why_not_plain(found)) is not None:
+    if is_tensor and (why := why_not_plain(found)) is not None:
         raise _WrongResultError(f"returned {which}a tensor {why}; the contract says {wanted}, plain and strided")
     if not is_tensor or (tuple(found.shape), found.dtype, found.device) != (shape, dtype, device):
         raise _WrongResultError(f"returned {which}{_described(found)}; the contract says {wanted}")
-
-
-def _why_not_plain(tensor: Any) -> str | None:
-    """Why operators of torch may not find the tensor's numbers, in words that follow it; None where they do."""
-    import torch
-
-    from attncore.array_arguments import beyond_its_memory  # it imports NumPy
-
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return f"of type {type_name(tensor)}"  # a subclass, such as FakeTensor, may do anything in any operator
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        return f"{'nested, ' if tensor.is_nested else ''}of layout {tensor.layout}"
-    if tensor.device.type != "meta" and beyond_its_memory(tensor):
-        return f"of shape {tuple(tensor.shape)}, which reaches beyond its memory"
-    return None
 
 
 def _described(value: Any) -> str:

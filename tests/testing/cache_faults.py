@@ -159,6 +159,28 @@ Backend.copy_blocks = copy_blocks
 """,
     ),
     Fault(
+        "copies_twice_where_two_layers_have_the_cache",
+        "test_blocks_are_copied_within_caches",
+        "block 3 should hold what block 2 held, in the cache that layers 0, 2 and 3 have together",
+        """
+def copy_blocks(self, kv_caches, src_to_dst):
+    for cache in kv_caches:
+        self.swap_blocks(cache, cache, src_to_dst)
+Backend.copy_blocks = copy_blocks
+""",
+    ),
+    Fault(
+        "copies_twice_where_two_layers_have_the_cache_as_other_tensors",
+        "test_blocks_are_copied_within_caches",
+        "block 0 should hold what block 5 held, in the cache that layers 0, 2 and 3 have together",
+        """
+def copy_blocks(self, kv_caches, src_to_dst):
+    for cache in {id(cache): cache for cache in kv_caches}.values():
+        self.swap_blocks(cache, cache, src_to_dst)
+Backend.copy_blocks = copy_blocks
+""",
+    ),
+    Fault(
         "swaps_keys_only",
         "test_blocks_are_swapped_to_another_cache",
         "should hold what block",

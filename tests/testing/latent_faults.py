@@ -65,6 +65,18 @@ Backend.copy_blocks = copy_blocks
         LATENT,
     ),
     Fault(
+        "latent_blocks_copied_twice_where_two_layers_have_the_cache",
+        "test_latent_blocks_are_copied",
+        "block 3 should hold what block 2 held, in the cache that layers 0, 2 and 3 have together",
+        """
+def copy_blocks(self, kv_caches, src_to_dst):
+    for cache in kv_caches if self.config.use_mla else ():
+        self.swap_blocks(cache, cache, src_to_dst)
+Backend.copy_blocks = copy_blocks
+""",
+        LATENT,
+    ),
+    Fault(
         "latent_scales_ignored",
         "test_latent_caches_in_fp8[number]",
         "must be what was written, for an engine may write it too",

@@ -4,6 +4,7 @@ from testing.faulty_backend import Fault, forward
 
 TREES = "features={'tree_mask', 'sliding_window', 'multi_token_decode'}"
 SHAPE = "test_draft_trees_of_any_shape"
+MOVED = "test_slots_are_moved_within_caches"
 
 
 def masked(change: str) -> str:
@@ -110,5 +111,49 @@ for cache, values in zip(kv_caches, before):
 """
         ),
         TREES,
+    ),
+    Fault(
+        "tokens_moved_in_the_first_cache_alone",
+        MOVED,
+        "in the cache of layer 1: every cache once",
+        moving("super(Backend, self).move_slots(kv_caches[:1], moves)"),
+        TREES,
+    ),
+    Fault(
+        "tokens_moved_in_the_order_given",
+        MOVED,
+        "slot 5 should hold what slot 4 held",
+        moving("for pair in moves:\n    super(Backend, self).move_slots(kv_caches, pair[None])"),
+        TREES,
+    ),
+    Fault(
+        "tokens_moved_from_the_last_to_the_first",
+        MOVED,
+        "slot 12 should hold what slot 23 held",
+        moving("for pair in moves[::-1]:\n    super(Backend, self).move_slots(kv_caches, pair[None])"),
+        TREES,
+    ),
+    Fault(
+        "tokens_moved_twice_where_two_layers_have_the_cache",
+        MOVED,
+        "slot 5 should hold what slot 4 held, in the cache that layers 0, 2 and 3 have together",
+        moving("for cache in kv_caches:\n    super(Backend, self).move_slots([cache], moves)"),
+        TREES,
+    ),
+    Fault(
+        "tokens_moved_by_a_class_of_no_tree_mask",
+        MOVED,
+        "in the cache of layer 1: every cache once",
+        moving("super(Backend, self).move_slots(kv_caches[:1], moves)"),
+    ),
+    Fault(
+        "tokens_of_latent_caches_moved_twice",
+        "test_latent_slots_are_moved",
+        "slot 5 should hold what slot 4 held, in the cache that layers 0, 2 and 3 have together",
+        moving("""
+for cache in kv_caches if self.config.use_mla else [kv_caches]:
+    super(Backend, self).move_slots([cache] if self.config.use_mla else cache, moves)
+"""),
+        f"{TREES}, use_mla=True, head_size_v=MultipleOf(4)",
     ),
 )

@@ -147,9 +147,13 @@ class Choice:
         )
 
     def create_for(self, config: BackendConfig) -> AttentionBackend:
-        """The backend for a configuration of the caller's own, which is not checked. Raises as ``create`` does."""
+        """The backend for a configuration of the caller's own, which is not checked. Raises as ``create`` does, and
+        TypeError beginning with ``config`` for what is none.
+        """
+        from attncore.abstract.config_against_spec import check_config
         from attncore.registry.choice.create_backend import create_backend
 
+        check_config(config)
         return create_backend(self.spec, config, self.candidate.label)
 
 

@@ -156,17 +156,20 @@ class TorchSettings:
         torch = self._torch
         self._found = [] if torch is None else [setting.asked(torch) for setting in _SETTINGS]
 
+    def changed(self) -> list[tuple[_Setting, Any, Any]]:
+        """Those that are others now: each, what it was and what it is."""
+        torch = sys.modules.get("torch") if self._torch is None else self._torch
+        if torch is None:
+            return []
+        found = self._found or [_or_unknown(setting.first, torch) for setting in _SETTINGS]
+        asked = [(setting, was, setting.asked(torch)) for setting, was in zip(_SETTINGS, found, strict=True)]
+        return [one for one in asked if _UNKNOWN not in one[1:] and one[1] != one[2]]
+
     def restore(self) -> None:
         """As they were found; one that cannot be set again stays."""
         torch = sys.modules.get("torch") if self._torch is None else self._torch
-        if torch is None:
-            return
-        found = self._found or [_or_unknown(setting.first, torch) for setting in _SETTINGS]
         changed: dict[str, list[str]] = {}
-        for setting, value in zip(_SETTINGS, found, strict=True):
-            now = setting.asked(torch)
-            if now is _UNKNOWN or value is _UNKNOWN or now == value:
-                continue
+        for setting, value, _ in self.changed():
             if setting.of_thread or self._alone:
                 with contextlib.suppress(Exception):
                     setting.put(torch, value)

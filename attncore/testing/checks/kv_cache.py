@@ -11,6 +11,7 @@ from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
+from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
 from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
@@ -21,6 +22,7 @@ __all__ = [
     "test_a_slot_owns_its_part_of_its_block",
     "test_blocks_are_copied_within_caches",
     "test_blocks_are_swapped_to_another_cache",
+    "test_slots_are_moved_within_caches",
     "test_the_cache_is_zeroed_and_has_the_blocks_asked_for",
     "test_the_cache_shape_grows_along_one_axis",
 ]
@@ -74,13 +76,15 @@ def test_a_slot_owns_its_part_of_its_block(attncore_subject: Subject) -> None:
 
 @covers("copy and swap of blocks")
 def test_blocks_are_copied_within_caches(attncore_subject: Subject) -> None:
-    """``copy_blocks`` copies whole blocks in every cache given; all are read before any is written."""
-    backend = attncore_subject.backend()
-    caches = [backend.allocate_kv_cache(6) for _ in range(2)]
-    views = [_numbered(backend, cache, 6) for cache in caches]
-    backend.copy_blocks(caches, np.array([(1, 2), (2, 3), (5, 0)]))
-    for view in views:
-        _check_blocks(view, {2: 1, 3: 2, 0: 5, 1: 1, 4: 4, 5: 5}, "copy_blocks of (1, 2), (2, 3), (5, 0)")
+    """``copy_blocks`` copies whole blocks in every cache given, once in one that several layers have; all are read
+    before any is written."""
+    check_copied_blocks(attncore_subject.backend())
+
+
+@covers("copy and swap of blocks")
+def test_slots_are_moved_within_caches(attncore_subject: Subject) -> None:
+    """``move_slots`` does so with tokens, where ``tree_mask`` is declared or the class has a method of its own."""
+    check_moved_slots(attncore_subject.backend())
 
 
 @covers("copy and swap of blocks")

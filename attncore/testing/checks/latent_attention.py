@@ -14,6 +14,7 @@ from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.captured_long_engine import CapturedLongEngine
 from attncore.testing.engines.engine import FP8, Engine
 from attncore.testing.engines.held_numbers import check_held_numbers
+from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
     run_batch,
@@ -36,6 +37,7 @@ __all__ = [
     "test_latent_captured_sizes_over_changing_lengths",
     "test_latent_log_sum_exp",
     "test_latent_padding_changes_no_block",
+    "test_latent_slots_are_moved",
     "test_sizes_of_a_value_head",
     "test_the_latent_cache_holds_a_row_a_token",
 ]
@@ -92,9 +94,17 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
 
 @covers("latent attention")
 def test_latent_blocks_are_copied(attncore_subject: Subject) -> None:
-    """A request whose block was copied and replaced goes on with the copy."""
+    """Within every cache, once in one that several layers have; a request whose block was copied and replaced goes on
+    with the copy."""
     attncore_subject.latent.require_phase("decode")
     run_with_a_copied_block(_latent(attncore_subject))
+    check_copied_blocks(_latent(attncore_subject))
+
+
+@covers("latent attention")
+def test_latent_slots_are_moved(attncore_subject: Subject) -> None:
+    """By ``move_slots``, as in other caches."""
+    check_moved_slots(_beside(attncore_subject).backend(use_mla=True))
 
 
 @covers("latent attention")

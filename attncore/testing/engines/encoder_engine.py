@@ -60,7 +60,7 @@ class EncoderEngine(Engine):
         whole = self.kv_cache
         self.kv_cache = whole if cached else None
         try:
-            answer = self.forward(self.on_device((query, key, value)), metadata).cpu()
+            answer = self.called(self.on_device((query, key, value)), metadata)
         finally:
             self.kv_cache = whole
         fields.check("forward")

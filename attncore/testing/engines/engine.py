@@ -18,6 +18,7 @@ from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, S
 from attncore.dense import dense_attention
 from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
 from attncore.testing.engines.given_caches import MakeCache, allocated
+from attncore.testing.engines.left_alone import check_plain
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
@@ -227,14 +228,14 @@ class Engine(Requests):
         """The output, on the host, for query, key and value on the host.
 
         ConformanceError unless the cache changed at ``slots`` (-1 apart) and nowhere else, the tensors and the metadata
-        did not change, and the output has the shape and dtype that it must have.
+        did not change, and the results are plain tensors, the output of the shape and dtype that it must have.
         """
         self.fill_unowned()
         before = self.cache_view.snapshot()
         dtype = getattr(torch, self.config.dtype)
         given = self.on_device(tensors)
         fields = MetadataSnapshot(metadata)
-        answer = self.forward(given, metadata).cpu()
+        answer = self.called(given, metadata)
         fields.check("forward")
         self.check_cache(before, slots)
         for name, tensor, original in zip(("query", "key", "value"), given, tensors, strict=True):
@@ -276,6 +277,15 @@ class Engine(Requests):
         self.max_error = max(self.max_error, error)
         if self.lse is not None:
             compare_lse(self.lse, [lse for _, lse in expected], requests, self)
+
+    def called(self, tensors: Iterable[Tensor], metadata: CommonAttentionMetadata) -> Tensor:
+        """The output of ``forward`` on the host; ConformanceError unless its results are plain tensors."""
+        method = "forward_with_lse" if self.with_lse else "forward"
+        answer = self.forward(tensors, metadata)
+        check_plain(answer, method, "an output")
+        if self.lse is not None:
+            check_plain(self.lse, method, "a log-sum-exp")
+        return answer.cpu()
 
     def forward(self, tensors: Iterable[Tensor], metadata: CommonAttentionMetadata) -> Tensor:
         """The layer's output for query, key and value on the device."""

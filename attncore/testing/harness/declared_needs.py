@@ -19,6 +19,7 @@ import torch
 
 from attncore.builder import CommonAttentionMetadata
 from attncore.builder.fields import ARRAYS, OPTIONAL
+from attncore.testing.engines.left_alone import same_torch_settings
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot, on_host
 from attncore.testing.harness.errors import ConformanceError
 
@@ -60,8 +61,9 @@ _handed_out: ContextVar[list[_Undeclared] | None] = ContextVar("_handed_out", de
 def only_declared_fields(backend: AttentionBackend) -> AttentionBackend:
     """``backend``, whose ``plan`` and whose layers are handed metadata of the fields that its spec declares.
 
-    Reading another one is a ConformanceError that names it, and writing to it is one that says so. Methods are replaced
-    on the object, so that builders, which call ``plan`` themselves, hand over no other metadata either.
+    Reading another one is a ConformanceError that names it, and writing to it is one that says so; leaving torch's
+    settings changed is one, too. Methods are replaced on the object, so that builders, which call ``plan`` themselves,
+    hand over no other metadata either.
     """
     spec = backend.spec
     if spec is None:
@@ -70,7 +72,8 @@ def only_declared_fields(backend: AttentionBackend) -> AttentionBackend:
 
     @wraps(make)
     def impl(*given: Any, **features: Any) -> AttentionImpl:
-        layer = make(*given, **features)
+        with same_torch_settings("impl"):
+            layer = make(*given, **features)
         _guard(layer, OF_LAYERS, spec)
         return layer
 
@@ -93,7 +96,8 @@ def _guarded(method: Callable[..., Any], spec: SpecFacts) -> Callable[..., Any]:
         fields = _of_a_builder(method.__name__, given)
         before = _handed_out.set(undeclared)
         try:
-            answer = method(*declared, **{name: _declared(one, spec) for name, one in named.items()})
+            with same_torch_settings(method.__name__):
+                answer = method(*declared, **{name: _declared(one, spec) for name, one in named.items()})
         except Exception as error:
             if undeclared:
                 raise _finding(undeclared, method.__name__) from error
