@@ -1,15 +1,20 @@
-"""Ctrl-C outside of what a command does: while it is loaded, and while Python ends. Imports nothing but signal, sys."""
+"""Ctrl-C outside of what a command does: while it is loaded, and while Python ends. Imports what Python itself holds.
+
+``signal`` is no such module: it makes enums, for some milliseconds in which an interrupt would be a traceback.
+"""
 
 from __future__ import annotations
 
-import signal
 import sys
 
 TYPE_CHECKING = False  # as in attncore/__init__.py
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
     from types import FrameType
     from typing import NoReturn
+else:
+    import _signal as signal
 
 _SOON = 1e-3
 """Seconds after which an interrupt that was lost is raised again: what swallowed it has returned."""

@@ -61,6 +61,27 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def run_as_child(main: Callable[..., None]) -> NoReturn:
+    """Run ``main`` of this process's arguments: the whole of a process whose answer is in a file when ``main`` returns.
+
+    The interpreter would wait for the threads of a plugin's that are no daemons, for ever maybe. What is registered
+    with ``atexit`` is called, for libraries clean up there.
+    """
+    end_with_parent()
+    code = 1
+    try:
+        main(*sys.argv[1:])
+        code = 0
+    except BaseException:
+        sys.__excepthook__(*sys.exc_info())  # whose last line is how the process failed
+    finally:
+        try:
+            atexit._run_exitfuncs()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
 def end_if_forked(process: int) -> None:
     """Ends a child of ``process`` that code of others has forked, before two of us print, write or remove files."""
     if os.getpid() != process:

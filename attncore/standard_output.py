@@ -256,7 +256,7 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     with contextlib.suppress(OSError):  # a full disk: what is printed next says so
         stream.flush()
     return io.TextIOWrapper(
-        open(_copy(stream.fileno()), "wb"),
+        open(copied_descriptor(stream.fileno()), "wb"),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -264,7 +264,7 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     )
 
 
-def _copy(descriptor: int) -> int:
+def copied_descriptor(descriptor: int) -> int:
     """A copy of a file descriptor; OSError where it is closed.
 
     It is out of reach of those who close the first thousand by their numbers, where the process may have so many.
@@ -275,7 +275,7 @@ def _copy(descriptor: int) -> int:
 
 
 def _add_copy(copies: list[int], descriptor: int) -> None:
-    """Add what ``_copy`` returns, in one call of C: no interrupt comes between a copy and its place in the list."""
+    """Add what ``copied_descriptor`` returns, in one call of C: no interrupt comes between that and the list."""
     command = (fcntl.F_DUPFD_CLOEXEC,)
     try:
         copies.extend(map(fcntl.fcntl, (descriptor,), command, (1024,)))

@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from importlib.machinery import FileFinder
@@ -106,6 +107,8 @@ sys.set_coroutine_origin_tracking_depth(3)""",
     "symbols for all": "import os, sys; sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)",
     "another locale": "import locale; locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')",
     "a time limit of sockets": "import socket; socket.setdefaulttimeout(0.001)",
+    "another folder of temporary files": "import tempfile; tempfile.tempdir = '/absent/acme'",
+    "another Python": "import sys; sys.executable = None",
     "a file mode": "import os; os.umask(0o777); os.umask(0)",
     "a descriptor of signals": """
 import os, signal
@@ -161,7 +164,7 @@ def settings():
     limits += sys.stdin, getattr(sys, "tracebacklimit", None), sys.dont_write_bytecode, decimal.getcontext().prec
     limits += logging.root.manager.disable, logging.root.level, [*logging.root.handlers], logging.getLoggerClass()
     limits += logging.getLogRecordFactory(), logging.getLogger("asyncio").disabled
-    limits += (multiprocessing.get_start_method(allow_none=True),)
+    limits += multiprocessing.get_start_method(allow_none=True), tempfile.tempdir, sys.executable
     return os.getpid(), hooks, *places, streams, os.environ, own, limits, functions, modules
 
 

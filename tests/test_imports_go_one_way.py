@@ -27,7 +27,7 @@ LAYERS = {
         "process_end",
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
         "interrupts collector vocabulary env errors show deprecated",
-        "broken_json frozen_map step_arrays did_you_mean logged palette _version",
+        "broken_json frozen_map step_arrays did_you_mean logged palette temporary_folder _version",
         "quoted",
     ),
     "builder": (

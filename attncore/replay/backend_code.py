@@ -25,7 +25,7 @@ from attncore.errors import AttncoreError, PluginError
 from attncore.interrupts import raises_again
 from attncore.process_end import end_if_forked
 from attncore.quoted import describe_error, quoted, type_name
-from attncore.registry.plugins.left_as_found import Signals
+from attncore.registry.plugins.left_as_found import Signals, Wakeup
 from attncore.show import counted
 from attncore.standard_output import found_streams, put_streams
 
@@ -97,7 +97,7 @@ class _Guard:
         self._streams: dict[str, Any] = {}
         self._limit = 0
         self._process = os.getpid()
-        self._signals = Signals(_SIGNALS)
+        self._signals, self._wakeup = Signals(_SIGNALS), Wakeup()
 
     def call(
         self,
@@ -163,6 +163,7 @@ class _Guard:
                 pthread_sigmask(signal.SIG_SETMASK, self._signals.blocked)
             else:
                 self._signals.restore()  # then no handler of the backend's interrupts what follows
+            self._wakeup.restore()
         end_if_forked(self._process)
         put_streams(self._streams)
         faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it

@@ -7,7 +7,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from attncore.command import Terminated, fail
 from attncore.json_output import print_json
 from attncore.quoted import printable
 from attncore.registry.child_process import how_it_ended
+from attncore.temporary_folder import temporary_folder
 from attncore.testing.harness.journal import Noted, read_journal
 from attncore.testing.harness.support_table import Result
 from attncore.testing.kit_child import JOURNAL
@@ -30,7 +30,7 @@ def run_apart(args: argparse.Namespace, words: Sequence[str]) -> int:
     The other process prints what it finds. Where it has crashed, this one prints the table of what came before, of
     which the test that ran has failed, and the exit code is 1.
     """
-    with tempfile.TemporaryDirectory(prefix="attncore-conformance-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("conformance") as folder:
         code, sent = _waited_for([sys.executable, "-P", "-m", "attncore.testing.kit_child", folder, *words])
         noted = read_journal(Path(folder, JOURNAL))
     if noted.ended is not None and noted.ended == code:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,18 +16,20 @@ from typing import Any
 
 from attncore import env
 from attncore._version import __version__
+from attncore.input_files import parse_json
 from attncore.json_output import json_text
 from attncore.kept_files import cache_folder, read_kept, write_kept
+from attncore.quoted import MAX_PART, one_line
 from attncore.registry import package_requirements
 from attncore.registry.child_process import NO_ANSWER, read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 from attncore.registry.plugins.plugin_code import run_plugin_code
+from attncore.temporary_folder import temporary_folder
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
-MOST = 1e300
-"""What every number of a verdict is below."""
+MOST = {"steps": 10**6, "max_abs_error": 1e300, "tolerance": 1e300, "seconds": 1e9}
+"""What each number of a verdict is below."""
 
-_NUMBERS = ("steps", "max_abs_error", "tolerance", "seconds", "cached")
 REQUEST = (
     "num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "kv_cache_dtype", "sliding_window",
     "logits_soft_cap", "phase",
@@ -160,17 +160,18 @@ def _places(package: str) -> tuple[list[Path], Path | None]:
 
 def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attncore-verify-", ignore_cleanup_errors=True) as temporary:
+    with temporary_folder("verify") as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
         question.write_text(json_text({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
         ended = run_in_child(["-m", "attncore.testing.verify_child", str(question), str(answer)], timeout)
         answers = read_answers(answer)
     facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
     phase = facts.pop("phase", "before it was imported")
-    if ended:
+    if ended and "state" not in facts:  # else what others do at the end of the process is no matter of the backend
         facts = {"state": "hangs" if ended.startswith(NO_ANSWER) else "crashes", "message": f"{ended} {phase}"}
     elif "state" not in facts or _verdict({**asdict(blank), **facts}) is None:
         facts = {"state": "crashes", "message": f"the process ended without an answer {phase}"}
+    facts["message"] = one_line(facts.get("message", ""), MAX_PART)
     return replace(blank, **facts, seconds=round(time.perf_counter() - started, 3))
 
 
@@ -180,29 +181,36 @@ def _verdict(facts: Any) -> Verdict | None:
         verdict = Verdict(**facts)
     except TypeError:  # no mapping, or other fields
         return None
-    texts = [value for name, value in facts.items() if name not in _NUMBERS]
-    numbers = [value for name in _NUMBERS[:-1] if (value := getattr(verdict, name)) is not None]
+    texts = [value for name, value in facts.items() if name not in (*MOST, "cached")]
+    numbers = [(value, most) for name, most in MOST.items() if (value := getattr(verdict, name)) is not None]
     fine = all(isinstance(text, str) for text in texts) and all(
-        type(number) in (int, float) and 0 <= number < MOST for number in numbers
+        type(number) in (int, float) and 0 <= number < most for number, most in numbers
     )
     known = verdict.state in STATES and type(verdict.steps) is int and type(verdict.seconds) in (int, float)
-    return verdict if fine and known and type(verdict.cached) is bool else None
+    if not fine or not known or type(verdict.cached) is not bool:
+        return None
+    return verdict if verdict.fine == (not verdict.message) and len(verdict.against) <= MAX_PART else None
 
 
 def _read(file: Path, blank: Verdict) -> tuple[Verdict | None, str]:
     """The verdict kept in ``file``, None where there is none on what is asked; and why one that is there is ignored."""
     try:
-        kept = _verdict(json.loads(read_kept(file)))
+        kept = _verdict(parse_json(read_kept(file), 1, ""))
     except FileNotFoundError:
         return None, ""
     except OSError as error:
         return None, str(error)
-    except (ValueError, RecursionError):
+    except ValueError:
         kept = None
-    same = ("name", "distribution", "version", "device")
-    if kept is None or any(getattr(kept, name) != getattr(blank, name) for name in same):
+    # That a process hung is not kept, and a message is cut before it is.
+    if kept is None or kept.state == "hangs" or len(kept.message) > MAX_PART or _asked_of(kept) != _asked_of(blank):
         return None, f"{file} holds no verdict on this"
-    return replace(kept, variant=blank.variant, cached=True), ""
+    return replace(kept, variant=blank.variant, cached=True, ignored=""), ""
+
+
+def _asked_of(verdict: Verdict) -> tuple[str, ...]:
+    """What is known of it before anything is verified, but for the variant."""
+    return (verdict.name, verdict.distribution, verdict.version, verdict.library, verdict.device, verdict.driver)
 
 
 def _write(file: Path, verdict: Verdict) -> None:

@@ -7,15 +7,14 @@ stopped.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
-from attncore.json_output import json_text
-from attncore.process_end import end_with_parent
+from attncore.process_end import run_as_child
 from attncore.quoted import describe_error
+from attncore.registry.child_process import tell
 from attncore.registry.choice.select import select
 
 if TYPE_CHECKING:
@@ -26,22 +25,16 @@ if TYPE_CHECKING:
 
 def main(question: str, answer: str) -> None:
     """Answer ``question``, a request in JSON with the backend's name."""
-    asked = json.loads(Path(question).read_text(encoding="utf-8"))
-    with Path(answer).open("w", encoding="utf-8") as file:
-        try:
-            _tell(file, phase="while it was created")
-            backend = select(**asked).create()
-            _tell(file, phase="while it ran")
-            _tell(file, **compared(backend, asked))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the backend, which may raise anything
-            _tell(file, state="fails", message=describe_error(error))
-
-
-def _tell(file: IO[str], **facts: Any) -> None:
-    file.write(json_text(facts) + "\n")
-    file.flush()
+    asked, file = json.loads(Path(question).read_text(encoding="utf-8")), Path(answer)
+    try:
+        tell(file, phase="while it was created")
+        backend = select(**asked).create()
+        tell(file, phase="while it ran")
+        tell(file, **compared(backend, asked))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the backend, which may raise anything
+        tell(file, state="fails", message=describe_error(error))
 
 
 def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]:
@@ -130,5 +123,4 @@ def _reference(config: BackendConfig) -> AttentionBackend:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main(*sys.argv[1:])
+    run_as_child(main)

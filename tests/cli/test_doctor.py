@@ -1,7 +1,9 @@
 """``attncore doctor``: each plugin in a child process."""
 
 import json
+import sys
 import time
+from importlib import metadata
 
 import pytest
 from planting import SPEC, zoo
@@ -18,13 +20,12 @@ def attncore_doctor(host):
 """
 
 WRITES = """
-import os
+import sys
 
 @hookimpl
 def attncore_doctor(host):
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if os.path.basename(os.path.realpath(f"/proc/self/fd/{{fd}}")) == "answers":
-            os.write(fd, {line!r}.encode() + b"\\n")
+    with open(sys.argv[3], {mode!r}) as answers:
+        print({line!r}, file=answers)
     return {{}}
 """
 
@@ -66,8 +67,8 @@ ODD = [
 
 @pytest.mark.parametrize("odd", ODD)
 def test_an_answer_that_cannot_be_meant_is_a_row(site, capsys, odd):
-    """The plugin writes to a descriptor that is not its own, such as that of the answers."""
-    source = SPEC.format(name="writes", module="attn_writes", extra="") + WRITES.format(line=json.dumps(odd))
+    """The plugin writes to a file that is not its own, such as that of the answers."""
+    source = SPEC.format(name="writes", module="attn_writes", extra="") + WRITES.format(line=json.dumps(odd), mode="a")
     site.plugin("writes", source)
     site.plugin("acme")
     code, report = doctor(capsys, "--no-create")
@@ -80,12 +81,44 @@ def test_an_answer_that_cannot_be_meant_is_a_row(site, capsys, odd):
 
 
 def test_answers_that_are_lost_are_no_success(site, capsys):
-    lost = WRITES.format(line="").replace("os.write(fd, ", "os.lseek(fd, os.ftruncate(fd, 0) or 0, os.SEEK_SET); (")
+    lost = WRITES.format(line="", mode="w")
     site.plugin("lost", SPEC.format(name="lost", module="attn_lost", extra="") + lost)
     code, report = doctor(capsys, "--no-create")
     row = rows(report)["lost"]
     assert (code, row["state"]) == (1, "broken")
     assert "the process ended without an answer at its end" in row["reasons"][0]["message"]
+
+
+def test_a_plugin_in_a_folder_with_a_colon_is_loaded(site, capsys, tmp_path, monkeypatch):
+    site.plugin("acme")
+    (tmp_path / "of:acme").mkdir()
+    for path in [*tmp_path.glob("attn_acme*")]:
+        path.rename(tmp_path / "of:acme" / path.name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "of:acme"), *sys.path])
+    load.forget()
+    code, report = doctor(capsys)
+    row = rows(report)["acme"]
+    assert (code, row["state"], row["created"], row["reasons"]) == (0, "loaded", "Backend on cpu", [])
+
+
+def test_a_plugin_that_only_a_finder_of_this_process_finds_is_a_row(site, capsys, tmp_path, monkeypatch):
+    site.plugin("acme")
+    found = [*metadata.distributions(path=[str(tmp_path)])]
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            return None
+
+        def find_distributions(self, context):
+            return found
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    load.forget()
+    code, report = doctor(capsys, "--no-create")
+    (reason,) = rows(report)["acme"]["reasons"]
+    assert (code, reason["fix"]) == (1, "install attn-acme with pip")
+    assert reason["message"] == "a process of its own does not find it, where Python searches by itself"
 
 
 def test_a_plugin_that_hangs_on_import_is_a_row(site, capsys):
@@ -321,11 +354,17 @@ def test_texts_that_cannot_be_encoded_are_escaped(site, capsys, monkeypatch):
         assert "\x1b" not in out
 
 
+DIES = """
+import os, sys
+if sys.argv[1:2] == ["dies"]:
+    with open(sys.argv[3], "a") as answers:
+        answers.write('{"facts": {"a": ')
+    os.kill(os.getpid(), 9)
+"""
+
+
 def test_a_plugin_that_is_killed_within_a_line_loses_its_own_row_alone(site, capsys):
-    dying = "import os\nreal = os.write\nimport attncore.registry.doctor.child_main as child, signal\n"
-    dying += 'def tell(file, **answer):\n    file.write(\'{"facts": {"a": \'); file.flush(); os.kill(os.getpid(), 9)\n'
-    dying += "import sys\nsys.modules['__main__']._tell = tell\n"
-    site.plugin("dies", dying + SPEC.format(name="dies", module="attn_dies", extra=""))
+    site.plugin("dies", DIES + SPEC.format(name="dies", module="attn_dies", extra=""))
     site.plugin("good")
     code, report = doctor(capsys, "--no-create")
     assert code == 1

@@ -106,6 +106,18 @@ def test_a_timer_of_a_backend_s_ends_no_process(how, acme, trace, tmp_path, caps
     assert [path.name for path in tmp_path.iterdir() if "steps" in path.name] == ([] if ended else ["steps.jsonl"])
 
 
+@pytest.mark.parametrize("where", ["init", "impl", "plan", "allocate", "forward"])
+def test_a_descriptor_of_signals_that_a_backend_leaves_is_taken_away(where, acme, trace, capsys):
+    """Python would print a traceback of each signal, as of Ctrl-C: the backend has closed it."""
+    left = "r, w = os.pipe(); os.set_blocking(w, False); signal.set_wakeup_fd(w); os.close(r); os.close(w)"
+    acme(**{where: f"import os, signal; {left}"})
+    try:
+        code, _, err = replayed(capsys, trace)
+    finally:
+        found = signal.set_wakeup_fd(-1)
+    assert (code, err, found) == (1, "", -1)  # of a backend that returns the query
+
+
 @pytest.mark.parametrize("words", [[], ["--json"]])
 @pytest.mark.usefixtures("streams")
 def test_streams_that_a_thread_replaces_are_not_the_commands(words, acme, trace, monkeypatch, capsys):

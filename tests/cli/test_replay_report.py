@@ -17,6 +17,7 @@ import attncore
 from attncore.cli import main
 from attncore.how_to_install import install_extra
 from attncore.replay.results import report
+from attncore.replay.results.terminal import print_report
 
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]
 BLOCKS = set("▁▂▃▄▅▆▇█▏▎▍▌▋▊▉")
@@ -45,6 +46,26 @@ def test_a_report_fits_its_terminal(capsys, trace, monkeypatch, columns, attenti
         assert any(line.startswith("build, cold, us  ") for line in lines) == attention
         assert any("cold builds" in line for line in lines) == attention
         assert any(line.startswith("prompt tokens  ") and set(line) & BLOCKS for line in lines)
+
+
+@pytest.mark.parametrize("columns", range(1, 41))
+def test_a_terminal_may_be_narrow(capsys, monkeypatch, timed_report, columns):
+    """Nothing is wrapped to fewer than 30 columns; the title is one line anywhere."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for seconds in (3e-4, 1, 4e3):  # a bin
+        print_report({**timed_report, "timeline": {**timed_report["timeline"], "bin_s": seconds}})
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines()[1:])) <= max(columns, 30)
+        assert f" {240 * seconds:,.1f} s     most\n" in out
+
+
+@pytest.fixture(scope="module")
+def timed_report():
+    """The report of a replay of three requests."""
+    words = [sys.executable, "-m", "attncore", "replay", "--requests", "3", "--metadata-only", "--json"]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
 def test_one_request_of_a_synthetic_workload(capsys):

@@ -202,6 +202,16 @@ DAMAGE = {
     "infinite": edited(seconds="1e999"),
     "NaN": edited(tolerance="NaN"),
     "negative": edited(steps="-1"),
+    "too many steps": edited(steps="1000000"),
+    "too long": edited(seconds="1e9"),
+    "agrees, but": edited(state='"agrees"'),
+    "fails, but not why": edited(message='""'),
+    "hangs": edited(state='"hangs"'),
+    "a long message": edited(message=json.dumps("x" * 1001)),
+    "long, what it was compared with": edited(against=json.dumps("x" * 1001)),
+    "another library": edited(library='"acme 2.0"'),
+    "another driver": edited(driver='"\\u001b[2J"'),
+    "a field twice": lambda file: file.write_text(f'{file.read_text()[:-1]}, "state": "fails"}}'),
     "no number of steps": edited(steps="null"),
     "another state": edited(state='["agrees"]'),
     "another text": edited(against="{}"),
@@ -244,6 +254,22 @@ def test_a_damaged_verdict_is_ignored_with_a_reason_and_asked_again(capsys, cach
     assert [one.name for one in file.parent.iterdir()] == [file.name]
     if damage != "folder":  # which only its owner may delete
         assert verdicts(capsys, "quick")[1][0]["cached"]
+
+
+@pytest.mark.parametrize("ended", ["the process died of SIGSEGV", "it gave no answer within 300 s"])
+def test_a_verdict_counts_however_its_process_ends(site, capsys, monkeypatch, ended):
+    monkeypatch.setattr("attncore.testing.verify.run_in_child", lambda *given: told(*given) or ended)
+    site.plugin("quick")
+    code, (found,) = verdicts(capsys, "quick")
+    assert (code, found["state"], found["message"]) == (1, "fails", "no")
+
+
+def test_a_message_of_any_length_is_kept(site, capsys):
+    site.plugin("bad", heavy="raise type('E' * 900, (Exception,), {})('words\\n' * 900)")
+    for cached in (False, True):
+        code, (found,) = verdicts(capsys, "bad")
+        assert (code, found["state"], found["cached"], found["ignored"]) == (1, "fails", cached, "")
+        assert 900 < len(found["message"]) <= 1000
 
 
 @pytest.mark.usefixtures("quick")

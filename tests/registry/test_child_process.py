@@ -2,11 +2,33 @@
 
 import os
 import resource
+import sys
 import time
 
 import pytest
 
 from attncore.registry.child_process import MAX_BYTES, NO_ANSWER, read_answers, run_in_child, run_in_fork
+
+AS_CHILD = """
+import atexit, pathlib, threading, time
+from attncore.process_end import run_as_child
+threading.Thread(target=time.sleep, args=(3600,)).start()
+atexit.register(lambda: pathlib.Path({file!r}).touch())
+def main():
+    {does}
+run_as_child(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "ended"),
+    [("pass", ""), ("raise ValueError('no')", "the process ended with code 1 (ValueError: no)")],
+    ids=["well", "error"],
+)
+def test_a_child_does_not_wait_for_threads_of_others(tmp_path, does, ended):
+    assert run_in_child(["-c", AS_CHILD.format(does=does, file=str(tmp_path / "called"))], 60) == ended
+    assert (tmp_path / "called").exists()
+
 
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
 
@@ -130,3 +152,15 @@ def test_a_folder_with_a_colon_is_no_two_folders(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(f"{tmp_path}/a:b")
     program = "import importlib.util; assert importlib.util.find_spec('planted') is None"
     assert run_in_child(["-c", program], 60) == ""
+
+
+@pytest.mark.parametrize("how", ["-c", "-m"])
+def test_a_folder_with_a_colon_is_searched_in_its_turn(tmp_path, monkeypatch, how):
+    """PYTHONPATH names none; a child of the child is without it."""
+    for folder in ("a:b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "planted.py").write_text(f"import sys; sys.exit({folder!r} + sys.argv[1])")
+        monkeypatch.syspath_prepend(f"{tmp_path}/{folder}")
+    monkeypatch.setattr("sys.path", [f"{tmp_path}/a:b", *(one for one in sys.path if one != f"{tmp_path}/a:b")])
+    words = [how, "import planted" if how == "-c" else "planted", "?"]
+    assert run_in_child(words, 60) == "the process ended with code 1 (a:b?)"

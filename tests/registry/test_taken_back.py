@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from planting import SPEC
+from planting import HEAVY, SPEC
 from process_changes import ASKED
 
 import attncore
@@ -156,6 +156,21 @@ def test_a_signal_that_is_answered_with_a_traceback_is_as_before(site):
     plant(site, f"import faulthandler; faulthandler.register({int(signal.SIGUSR1)}, chain=False)")
     assert "aaa" in [one.name for one in attncore.backends() if one.state == "loaded"]
     assert not faulthandler.unregister(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_descriptor_of_signals_is_that_of_before_a_backend_is_created(site, own):
+    left = "import os, signal\nr, w = os.pipe(); os.set_blocking(w, False); signal.set_wakeup_fd(w)"
+    site.plugin("acme", heavy=f"{left}; os.close(r); os.close(w)\n{HEAVY}")
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    before = signal.set_wakeup_fd(ends[1] if own else -1)
+    try:
+        attncore.select(**ASKED, backend="acme").create()
+    finally:
+        found = signal.set_wakeup_fd(before)
+        any(map(os.close, ends))
+    assert found == (ends[1] if own else -1)
 
 
 @pytest.mark.parametrize("flush", ["raise RuntimeError('mine')", "os._exit(0)", "raise SystemExit(7)"])

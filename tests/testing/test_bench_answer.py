@@ -50,6 +50,13 @@ def test_an_answer_that_breaks_off_is_none():
         read_pass([PHASE, END], "")
 
 
+@pytest.mark.parametrize("ended", ["the process ended with code 7", "it gave no answer within 600 s"])
+def test_an_answer_that_is_whole_counts_however_the_process_ends(ended):
+    assert read_pass([CONFIG, {"row": ROW}, END], ended).rows
+    with pytest.raises(ValueError, match=f"^{ended} while it was tried$"):
+        read_pass([CONFIG, {"row": ROW}, PHASE], ended)
+
+
 def test_a_reason_is_never_empty():
     assert read_pass([{"unsupported": {"a step": ""}}, END], "").unsupported == {"a step": "no reason is given"}
 

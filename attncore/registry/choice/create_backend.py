@@ -10,6 +10,7 @@ from attncore.abstract import AttentionBackend, BackendConfig
 from attncore.errors import PluginError
 from attncore.process_end import end_if_forked
 from attncore.quoted import describe_error
+from attncore.registry.plugins.left_as_found import Wakeup
 from attncore.registry.plugins.torch_settings import TorchSettings
 from attncore.registry.spec.backend_spec import BackendSpec
 
@@ -18,14 +19,16 @@ def create_backend(spec: BackendSpec, config: BackendConfig, label: str) -> Atte
     """The backend that the factory of ``spec`` makes for ``config``; ``label`` names it in errors.
 
     PluginError, with the cause chained, where the factory cannot be imported or asks the process to end; TypeError
-    where it makes no AttentionBackend; whatever else the factory raises. Settings of torch are then as before. A child
-    process that it has forked ends here, where it would go on as a second one of the caller.
+    where it makes no AttentionBackend; whatever else the factory raises. Settings of torch, and the descriptor that
+    signals are written to, are then as before. A child process that it has forked ends here, where it would go on as a
+    second one of the caller.
     """
-    settings, process = TorchSettings(label), os.getpid()
+    settings, wakeup, process = TorchSettings(label), Wakeup(), os.getpid()
     try:
         return _created(spec, config, label)
     finally:
         end_if_forked(process)
+        wakeup.restore()
         settings.restore()
 
 

@@ -5,16 +5,15 @@ Writes JSON Lines to FILE. A phase is written before it begins, so that the last
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from attncore.json_output import json_text
-from attncore.process_end import end_with_parent
+from attncore.process_end import run_as_child
 from attncore.quoted import MOST, describe_error, one_line, type_name
 from attncore.registry import package_requirements
+from attncore.registry.child_process import tell
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.device_here import host_device_problem
 from attncore.registry.choice.negotiate import negotiate
@@ -30,29 +29,32 @@ from attncore.registry.spec.plain_values import MAX_ENTRIES
 
 def main(name: str, distribution: str, path: str, *options: str) -> None:
     """Diagnose the entry point ``name`` of ``distribution``; the lines are written to ``path``."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        record = next(
-            one for one in discover.find() if (one.name, one.distribution, one.state) == (name, distribution, "found")
-        )
-        _tell(file, phase="spec")
-        record = load.load(record)
-        _tell(file, state=record.state, reasons=[reason.as_json() for reason in record.reasons])
-        if record.spec is not None:
-            names = tuple(sorted({package_requirements.parse(text).name for text in record.spec.all_requires}))
-            host = Host.probe().with_packages(package_requirements.installed(names))
-            missing = [reason.as_json() for reason in reasons_here(record, host)]
-            _tell(file, variables=dict(record.spec.variables), missing=missing, requires=names)
-            _tell(file, phase="doctor")
-            _tell(file, **run_plugin_code(record.label, _doctor, record))
-            if "--create" in options:
-                _tell(file, phase="create")
-                _tell(file, **_create(record, record.spec, host))
-        _tell(file, phase="done")
+    file = Path(path)
+    of_both = (name, distribution)
+    found = (one for one in discover.find() if (one.name, one.distribution) == of_both and one.state == "found")
+    if (record := next(found, None)) is None:
+        tell(file, phase="done", state="broken", reasons=[_not_found(name, distribution).as_json()])
+        return
+    tell(file, phase="spec")
+    record = load.load(record)
+    tell(file, state=record.state, reasons=[reason.as_json() for reason in record.reasons])
+    if record.spec is not None:
+        names = tuple(sorted({package_requirements.parse(text).name for text in record.spec.all_requires}))
+        host = Host.probe().with_packages(package_requirements.installed(names))
+        missing = [reason.as_json() for reason in reasons_here(record, host)]
+        tell(file, variables=dict(record.spec.variables), missing=missing, requires=names)
+        tell(file, phase="doctor")
+        tell(file, **run_plugin_code(record.label, _doctor, record))
+        if "--create" in options:
+            tell(file, phase="create")
+            tell(file, **_create(record, record.spec, host))
+    tell(file, phase="done")
 
 
-def _tell(file: IO[str], **answer: Any) -> None:
-    file.write(json_text(answer) + "\n")
-    file.flush()
+def _not_found(name: str, distribution: str) -> Reason:
+    """What the process that asks finds by a finder of its own, and this one does not."""
+    message = "a process of its own does not find it, where Python searches by itself"
+    return Reason("broken", message, source=f"{name} ({distribution})", fix=f"install {distribution} with pip")
 
 
 def _doctor(record: PluginRecord) -> dict[str, Any]:
@@ -98,5 +100,4 @@ def _broken(record: PluginRecord, message: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main(*sys.argv[1:])
+    run_as_child(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.plain_values import MAX_ENTRIES
+from attncore.temporary_folder import temporary_folder
 
 PHASES = {
     "start": "before the plugin was loaded",
@@ -76,7 +76,7 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
     if record.state != "found":
         return Diagnosis(record)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attncore-doctor-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("doctor") as folder:
         file = Path(folder, "answers")
         arguments = [record.name, record.distribution, str(file), *(["--create"] if create else [])]
         ended = run_in_child(["-m", "attncore.registry.doctor.child_main", *arguments], timeout)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-import tempfile
 from pathlib import Path
 
 from attncore.registry.host.accelerator import Accelerator
+from attncore.temporary_folder import temporary_folder
 
 _ASK_DRIVER = """
 import ctypes, json, sys
@@ -94,7 +94,7 @@ def _ask_driver() -> list[Accelerator]:
         return []
     from attncore.registry.child_process import read_answers, run_in_child  # here: few machines need one
 
-    with tempfile.TemporaryDirectory(prefix="attncore-host-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("host") as folder:
         answer = Path(folder, "answer")  # a file: a process that the driver starts may keep a pipe open
         run_in_child(["-I", "-S", "-c", _ASK_DRIVER, str(answer)], timeout=20)
         found = [pair for facts in read_answers(answer) for pair in facts["devices"]]

@@ -23,6 +23,17 @@ def _limit_sockets(seconds: Any) -> None:
         socket.setdefaulttimeout(seconds)
 
 
+def _temporary_folder() -> Any:
+    """Where temporary files lie, of tempfile, which may not be imported; None where nobody has asked for it yet."""
+    tempfile: Any = sys.modules.get("tempfile")
+    return None if tempfile is None else tempfile.tempdir
+
+
+def _put_temporary_folder(found: Any) -> None:
+    tempfile: Any = sys.modules["tempfile"]
+    tempfile.tempdir = found
+
+
 def _start_method() -> Any:
     """How multiprocessing starts processes; None where it was not set."""
     processes = sys.modules.get("multiprocessing")
@@ -78,6 +89,7 @@ _ASKED: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (sys.getdlopenflags, sys.setdlopenflags),
     (lambda: locale.setlocale(locale.LC_ALL), lambda found: locale.setlocale(locale.LC_ALL, found)),
     (_limit_of_sockets, _limit_sockets),
+    (_temporary_folder, _put_temporary_folder),
     (_start_method, _put_start_method),
     (gc.get_threshold, lambda found: gc.set_threshold(*found)),
     (gc.get_debug, gc.set_debug),
@@ -92,6 +104,7 @@ _ASKED: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (sys, "excepthook"), (sys, "displayhook"), (sys, "breakpointhook"), (threading, "excepthook"), (sys, "stdin"),
     (sys, "tracebacklimit"), (sys, "dont_write_bytecode"), (sys, "pycache_prefix"), (logging, "raiseExceptions"),
+    (sys, "executable"),
 )  # fmt: skip
 _NONE: Any = object()
 """In the place of an attribute that is not there, and of what cannot be asked for."""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.machinery
 import importlib.metadata
+import itertools
 import logging
 import os
 import resource
@@ -13,7 +14,9 @@ import signal
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -271,6 +274,31 @@ class Signals:
                 signal.signal(number, signal.SIG_IGN)  # drops one that has arrived, which the default may end us by
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+
+class Wakeup:
+    """The descriptor to which Python writes each signal, by ``set_wakeup_fd``: of the main thread, as its handlers.
+
+    One that a backend sets, and closes, would make a traceback of each signal. A plugin's light module, which runs
+    where ReplacedFunctions notes what it sets, needs no such object.
+    """
+
+    _set = staticmethod(partial(signal.set_wakeup_fd, warn_on_full_buffer=False))
+
+    def __init__(self) -> None:
+        self._found: int | None = None
+        if threading.current_thread() is threading.main_thread():
+            # Only what sets another one tells; it is set again in the same call of C, where no interrupt comes between.
+            asked, kept = itertools.tee(map(self._set, (-1,)))
+            with contextlib.suppress(OSError, ValueError):  # it is closed
+                deque(map(self._set, asked), 0)
+            self._found = next(kept)
+
+    def restore(self) -> None:
+        """As it was found; of no effect in another thread, or where that one has been closed."""
+        if self._found is not None and threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(OSError, ValueError):
+                self._set(self._found)
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:

@@ -74,9 +74,10 @@ def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
         highest = max(values) or 1
         bars = "".join(_column(value / highest) for value in values)
         console.print(f"{LINES[name]:{label}}{bars}  {max(values):>7,.0f}", no_wrap=True, overflow="ignore")
-    ends = f"{seconds:,.1f} s"
-    note = "virtual time" if count >= 30 else ""
-    console.print(f"{'':{label}}{'0 ' + note:{count - len(ends)}}{ends}     most", no_wrap=True, overflow="ignore")
+    axis = f"{seconds:,.1f} s"
+    if (room := count - len(axis)) >= len("0 "):  # else where it ends is all that is said, from below the labels on
+        axis = f"{'0 virtual time' if count >= 30 else '0':{room}}{axis}"
+    console.print(f"{axis:>{label + count}}     most", no_wrap=True, overflow="ignore")
     means = f"a column is {seconds / count:.3g} s; most: requests of one step, tokens of its steps"
     console.print(means, width=min(console.width, 80))
     console.print()

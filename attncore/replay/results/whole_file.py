@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
-from attncore.standard_output import named_descriptor
+from attncore.standard_output import copied_descriptor, named_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,16 +46,17 @@ class WholeFile:
         """What ``with`` does at its beginning."""
         with self._named_errors():
             if self._descriptor is not None:  # by its number: a name would be of another file, or of none
-                self._file = os.fdopen(os.dup(self._descriptor), "w", encoding="utf-8")
+                self._file = _text_file(self._descriptor)
                 return
             if self._path.is_dir():
                 raise IsADirectoryError("is a directory, a file is needed")
             if self._direct or not self._path.exists():
-                self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
+                with self._partial.open("w" if self._direct else "x") as file:
+                    self._file = _text_file(file.fileno())
                 return
             mode = stat.S_IMODE(self._path.stat().st_mode)  # what only some may read stays so, from the first moment on
-            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+            with os.fdopen(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                self._file = _text_file(file.fileno())
             os.fchmod(self._file.fileno(), mode)
 
     def write(self, text: str) -> None:
@@ -92,3 +93,8 @@ class WholeFile:
             yield
         except OSError as error:
             raise OSError(f"{self._given} cannot be written: {error.strerror or error}") from error
+
+
+def _text_file(descriptor: int) -> TextIO:
+    """The file of a descriptor, by another one, which is out of reach of plugins that close those of others."""
+    return os.fdopen(copied_descriptor(descriptor), "w", encoding="utf-8")

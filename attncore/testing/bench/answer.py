@@ -30,7 +30,7 @@ class Answer:
 
 
 def read_pass(lines: Sequence[dict[str, Any]], ended: str) -> Answer:
-    """The answer of a process that ended as ``ended`` says (empty: by itself).
+    """The answer of a process that ended as ``ended`` says (empty: by itself); one that is whole counts anyhow.
 
     ValueError that says how it failed and where, or that a line of its answer cannot be meant.
     """
@@ -42,7 +42,7 @@ def read_pass(lines: Sequence[dict[str, Any]], ended: str) -> Answer:
             _add(answer, line)
         except (ValueError, TypeError, KeyError, AttributeError):
             failed = failed or "its process gave an answer that cannot be meant"
-    if failed or ended:
+    if failed or (ended and phase != DONE):
         raise ValueError(f"{failed or ended} {phase}")
     if phase != DONE:
         raise ValueError(f"the process ended without an answer {phase}")

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from attncore.errors import AttncoreError
-from attncore.json_output import json_text
-from attncore.process_end import end_with_parent
+from attncore.process_end import run_as_child
 from attncore.quoted import describe_error
+from attncore.registry.child_process import tell
 from attncore.testing.bench.answer import DONE, SETTINGS
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
 from attncore.testing.engines.timed_steps import REQUEST, SAVED, SHAPES, Timed
@@ -33,20 +32,15 @@ def main(question: str, answer: str) -> None:
     """Answer ``question``, in JSON: backend, device, file of saved steps, seconds for each row."""
     asked = json.loads(Path(question).read_text(encoding="utf-8"))
     torch.set_num_threads(1)  # several wait for each other on a busy machine longer than they compute
-    with Path(answer).open("w", encoding="utf-8") as file:
-        try:
-            for facts in _facts(asked):
-                _tell(file, facts)
-            _tell(file, {"phase": DONE})
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the backend, which may raise anything
-            _tell(file, {"failed": describe_error(error)})
-
-
-def _tell(file: IO[str], facts: dict[str, Any]) -> None:
-    file.write(json_text(facts) + "\n")
-    file.flush()
+    file = Path(answer)
+    try:
+        for facts in _facts(asked):
+            tell(file, **facts)
+        tell(file, phase=DONE)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the backend, which may raise anything
+        tell(file, failed=describe_error(error))
 
 
 def _facts(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -112,5 +106,4 @@ def _config(timed: Timed) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main(*sys.argv[1:])
+    run_as_child(main)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
 from attncore.registry.package_requirements import installed_version
 from attncore.show import counted
+from attncore.temporary_folder import temporary_folder
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
@@ -62,7 +62,7 @@ class Question:
 
 def measure(question: Question, passes: int, done: Callable[[int], None] | None = None) -> Run:
     """Run ``passes`` one after the other; ``done`` is told how many have ended. PassError where one fails."""
-    with tempfile.TemporaryDirectory(prefix="attncore-bench-", ignore_cleanup_errors=True) as temporary:
+    with temporary_folder("bench") as temporary:
         return _measured(question, passes, done, Path(temporary, "steps"))
 
 
@@ -110,7 +110,7 @@ def _given(question: Question) -> dict[str, Any]:
 
 
 def _one_pass(question: Question, asked: str) -> Answer:
-    with tempfile.TemporaryDirectory(prefix="attncore-bench-", ignore_cleanup_errors=True) as temporary:
+    with temporary_folder("bench") as temporary:
         ask, answer = Path(temporary, "question"), Path(temporary, "answer")
         ask.write_text(asked, encoding="utf-8")
         ended = run_in_child(["-m", "attncore.testing.bench.one_pass", str(ask), str(answer)], question.timeout)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from attncore.abstract import AttentionBackend, AttentionImpl
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.load import HEAVY_MODULES
+from attncore.temporary_folder import temporary_folder
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -47,7 +47,7 @@ def test_the_plugin_loads(attncore_subject: Subject) -> None:
 def test_the_spec_is_read_without_heavy_imports(attncore_subject: Subject) -> None:
     """In a fresh process, listing imports nothing of the plugin, and its spec imports no heavy library."""
     script = _LIGHT.format(name=attncore_subject.name, heavy=HEAVY_MODULES)
-    with tempfile.TemporaryDirectory(prefix="attncore-spec-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("spec") as folder:
         file = Path(folder, "answer")
         ended = run_in_child(["-c", script, str(file)], timeout=120)
         answers = read_answers(file)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from attncore.json_output import json_text
-from attncore.registry.child_process import read_answers
+from attncore.registry.child_process import read_answers, tell
 from attncore.testing.harness.support_table import Report, Result
 
 _MOST = 4000
@@ -26,32 +25,28 @@ class Journal:
     """The journal in ``file``, which is made anew."""
 
     def __init__(self, file: Path) -> None:
-        self._opened = file.open("w", encoding="utf-8")
+        self._file = file
         self._written = 0
+        file.write_bytes(b"")
 
     def begin(self, report: Report) -> None:
         """The backend, and what it is tested with; ``identity`` of ``report`` is known."""
-        self._write(
-            backend=report.backend, options=dict(report.options), device=report.device, identity=report.identity
-        )
+        options = dict(report.options)
+        tell(self._file, backend=report.backend, options=options, device=report.device, identity=report.identity)
 
     def running(self, item: _Item, capability: str) -> None:
         """A test begins."""
-        self._write(running=item.name, capability=capability)
+        tell(self._file, running=item.name, capability=capability)
 
     def results(self, results: Sequence[Result]) -> None:
         """All results so far, of which the new ones are written."""
         for one in results[self._written :]:
-            self._write(result=[*one[:3], one.reason[:_MOST]])
+            tell(self._file, result=[*one[:3], one.reason[:_MOST]])
         self._written = len(results)
 
     def end(self, code: int) -> None:
         """The command has ended by itself, with an exit code."""
-        self._write(ended=code)
-
-    def _write(self, **facts: Any) -> None:
-        self._opened.write(json_text(facts) + "\n")
-        self._opened.flush()
+        tell(self._file, ended=code)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +18,7 @@ import pytest
 from attncore.command import fail
 from attncore.process_end import end_if_forked, exit_refused
 from attncore.quoted import MAX_PART, add_note, notes, one_line, quoted
+from attncore.temporary_folder import temporary_folder
 from attncore.terminal import print_lines
 from attncore.testing.harness.journal import Journal
 from attncore.testing.harness.pytest_plugin import reports, row_of
@@ -41,7 +41,7 @@ def conformance(
     came of it is written to ``journal``, too. Files lie in ``folder``, or where temporary ones do.
     """
     catcher, installed = ReportCatcher(journal), identity(name)
-    with tempfile.TemporaryDirectory(prefix="attncore-conformance-", dir=folder) as run_folder:
+    with temporary_folder("conformance", folder) as run_folder:
         # A name of its own: pytest imports a file only once a process, by its name.
         file = Path(run_folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
         file.write_text(FILE.format(name=name) + settings, encoding="utf-8")
