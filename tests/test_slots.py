@@ -43,7 +43,8 @@ def test_without_a_choice_the_compiled_one_runs(monkeypatch, kernels):
 
 
 # What is done in one call in C; with numba it takes the longer way.
-NOT_OF_NUMBA = {"SentSteps", "SentAhead", "KnownStep", "KnownSteps", "append_blocks", "append_slots", "fill_counted"}
+NOT_OF_NUMBA = {"SentSteps", "SentAhead", "KnownStep", "KnownSteps", "append_slots", "fill_counted"}
+NOT_OF_NUMBA |= {"append_blocks", "append_blocks_by_group", "roll_back"}
 
 
 def test_both_implementations_are_what_the_stub_says(kernels):

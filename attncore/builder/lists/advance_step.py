@@ -102,6 +102,8 @@ def _make(
 ) -> None:
     """Makes the step the next one, which ``write`` writes; its attributes are ``after`` then."""
     held, number = vars(metadata), settings.last_step + 1
+    # For the next call, where this one never ends: a thread that has died in a forked process.
+    settings.undo.append((_take_back, metadata, settings, number, (held, after), before))
     try:
         write(metadata, step, settings)
         if settings.plan is not None:
@@ -120,6 +122,20 @@ def _make(
                 pass
             settle(metadata)
         raise
+
+
+def _take_back(
+    metadata: CommonAttentionMetadata,
+    settings: ListSettings,
+    number: int,
+    attributes: tuple[dict[str, Any], dict[str, Any]],
+    before: Before,
+) -> None:
+    """Takes back a step that did not become ``number``; its attributes may be either."""
+    if settings.last_step != number and not before.restored:
+        for held in attributes:
+            held["_unfinished"] = before
+        settle(metadata)
 
 
 def _check_call(

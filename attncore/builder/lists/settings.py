@@ -61,6 +61,7 @@ class ListSettings:
         )
         self.enter: Callable[[], Any] = self._reader.enter
         """One caller at a time builds with these settings, or advances or prepares what was built (see Entrance)."""
+        self.undo: list[tuple[Any, ...]] = self._reader.undo
         if backend is not None:
             check_backend(backend)
         self._backend = backend

@@ -18,7 +18,7 @@ class Before:
     """
 
     def __init__(self, metadata: CommonAttentionMetadata, attributes: dict[str, Any], tokens: Any) -> None:
-        self.of, self.attributes, self.tokens = type(metadata), attributes, None
+        self.of, self.attributes, self.tokens, self.restored = type(metadata), attributes, None, False
         if tokens is not None:
             if isinstance(tokens, np.ndarray):
                 tokens = np.asarray(tokens)  # what a subclass does when it is written to is its own code
@@ -53,4 +53,5 @@ def settle(metadata: Any) -> None:
         with contextlib.suppress(Exception):  # the array of the engine refuses to be written to, which is reported
             tokens[...] = values
     object.__setattr__(metadata, "__class__", before.of)
+    before.restored = True
     held.pop("_unfinished", None)
