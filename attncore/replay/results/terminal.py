@@ -77,7 +77,10 @@ def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
     ends = f"{seconds:,.1f} s"
     note = "virtual time" if count >= 30 else ""
     console.print(f"{'':{label}}{'0 ' + note:{count - len(ends)}}{ends}     most", no_wrap=True, overflow="ignore")
-    means = f"a column is {seconds / count:.3g} s; most: requests of one step, tokens of its steps"
+    means = (
+        f"a column is {seconds / count:.3g} s; most: requests of one step, tokens of one column (a longer step's are "
+        "shared among its columns)"
+    )
     console.print(means, width=min(console.width, 80))
     console.print()
 
