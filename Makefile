@@ -38,7 +38,7 @@ help:
 	@echo "make test-dev       the tests under python -X dev -O"
 	@echo "make test-newest    the tests with the newest of all requirements"
 	@echo "make fuzz           the fuzz targets, for FUZZ_MINUTES=10"
-	@echo "make lint           ruff and cython-lint"
+	@echo "make lint           ruff and cython-lint; needs what make test needs"
 	@echo "make types          mypy, strict"
 	@echo "make bench          time builds; STRICT=1 judges goals; K=TestDecode runs a part"
 	@echo "make bench-compare  the same beside those of a revision, REV=main"

@@ -174,7 +174,9 @@ class Parser(argparse.ArgumentParser):
                 message = f"unrecognized arguments: {strange}"
         required, none, names = message.partition("the following arguments are required: ")
         if none and not required:
-            message = f"{names}: none given; {self.prog} --help says what {'they are' if ', ' in names else 'it is'}"
+            what = next((action.help for action in self._actions if names == action.metavar), None)
+            says = f"it is {what}" if what else f"{self.prog} --help says what they are"
+            message = f"{names}: none given; {says}"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             shown = one_line(words, MOST) if words.strip() else quoted(words)  # a variable of the shell that is not set

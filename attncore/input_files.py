@@ -22,6 +22,9 @@ from attncore.broken_json import BLANKS, mistake, not_utf8
 from attncore.quoted import quoted_json
 from attncore.show import counted
 
+GZIP = b"\x1f\x8b"
+"""What a gzipped file begins with."""
+
 
 class Readable(Protocol):
     """A binary stream."""

@@ -15,6 +15,7 @@ in the answer.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from attncore.cli.persistent_builder_options import (
 )
 from attncore.cli.typed_input import say_that_it_reads
 from attncore.command import InputLineError, UsageError
-from attncore.input_files import bounded_lines, standard_input
+from attncore.input_files import GZIP, bounded_lines, standard_input
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
 from attncore.json_output import json_text
@@ -124,12 +125,17 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
 def _numbered(name: str, stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers; InputLineError for one of more than ``most`` bytes, which is not read on.
 
-    UsageError where the stream ``name`` cannot be read: an error of a descriptor says not of which.
+    UsageError where the stream ``name`` is gzipped, or cannot be read: an error of a descriptor says not of which.
     """
     number = 0
     try:
         for number, line in enumerate(bounded_lines(stream, most), 1):
+            if number == 1 and line.startswith(GZIP):
+                file = "FILE" if name == "standard input" else shlex.quote(name)
+                raise UsageError(f"{name} is gzipped; unpack it: gzip -dc {file} | attncore build -")
             yield number, line
+    except UsageError:
+        raise
     except ValueError as error:
         raise InputLineError(f"line {number + 1}: batch: {error}") from None
     except OSError as error:

@@ -30,6 +30,8 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
         text = f"--print-completion: shtab is not installed: {install_extra('completion')}"
         raise UsageError(text) from None
     supported = [name for name in SHELLS if name in shtab.SUPPORTED_SHELLS]
+    if not shell:
+        raise UsageError(f"--print-completion: none given; give one of {', '.join(supported)}")
     if shell not in supported:
         raise UsageError(f"--print-completion: {quoted(shell)} is not one of {', '.join(supported)}")
     root = argparse.ArgumentParser(prog="attncore")

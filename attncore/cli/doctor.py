@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
 from attncore.terminal import print_lines
 from attncore.versions import PACKAGES, version_of
+
+_READS_INTS = re.compile(r" \(reads Python ints by [^()]*\)")
+"""What says something to attncore's developers alone: --json has it."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +137,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
         ("attncore", report["attncore"]),
         ("python", report["python"]),
         ("platform", report["platform"]),
-        ("kernels", report["kernels"]),
+        ("kernels", _READS_INTS.sub("", report["kernels"])),
         ("host", " ".join(str(host[key]) for key in ("device", "device_name", "driver") if host[key])),
         *(("note", note) for note in host["notes"]),
         *((name, version or "not installed") for name, version in report["packages"].items()),

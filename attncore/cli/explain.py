@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attncore.cli.argument_types import add_choice, backend_name, backend_names
+from attncore.cli.installed_backends import not_installed
 from attncore.command import UsageError
 from attncore.did_you_mean import did_you_mean
 from attncore.json_output import print_json
@@ -80,9 +81,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_choice(model, _flag(name), choices, text)
     model.add_argument("--logits-soft-cap", type=float, metavar="X", help="scores are bounded to X, by tanh")
     model.add_argument(
-        "--alibi", nargs="?", const=True, choices=("standard",), help="position biases; 'standard' slopes only"
+        "--alibi",
+        nargs="?",
+        const=True,
+        choices=("standard",),
+        metavar="standard",
+        help="position biases; 'standard' slopes only",
     )
-    model.add_argument("--sinks", action="store_true", default=None, help="a learnt logit a head joins the softmax")
+    model.add_argument("--sinks", action="store_true", default=None, help=FEATURES["sinks"])
     model.add_argument(
         "--strided-kv-cache",
         action="store_true",
@@ -140,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             negotiation = negotiate_installed(host=host, **fields)
             choice = choose(negotiation)
+        _tell_of_strange_backends(args.prefer or ())
     if args.json:
         print_json(_as_json(negotiation, choice))
     else:
@@ -231,6 +238,17 @@ def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
         if name not in required:
             line = f"--assume-package: no plugin installed here requires {quoted(name)}{did_you_mean(name, required)}"
             print_lines(f"attncore explain: {line}", sys.stderr)
+
+
+def _tell_of_strange_backends(preferred: Sequence[str]) -> None:
+    """A line on standard error for each backend of --prefer that is not installed, such as a misspelt one.
+
+    It is no error: one command line may serve machines on which others are installed.
+    """
+    installed = {record.name for record in registry().records}
+    for name in dict.fromkeys(preferred):
+        if name not in installed:
+            print_lines(f"attncore explain: {not_installed('--prefer', name)}", sys.stderr)
 
 
 def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str, Negotiation]]:

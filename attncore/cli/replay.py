@@ -152,6 +152,8 @@ def _layers(
     """The attention layers or the model of this run (None: metadata only), and why their backend was chosen."""
     if args.metadata_only:
         return None, _WHY_NONE
+    if args.model:
+        _check_model_libraries()
     if importlib.util.find_spec("torch") is None:
         raise NoBackendError(f"torch is not installed: {install_extra('torch')}, or pass --metadata-only")
     if args.backend:
@@ -179,11 +181,16 @@ def _layers(
     return layers, why
 
 
+def _check_model_libraries() -> None:
+    """UsageError that names all of what --model needs and is not installed."""
+    if missing := [name for name in ("transformers", "torch") if importlib.util.find_spec(name) is None]:
+        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UsageError(f"--model: {what}: {install_extra('transformers')}")
+
+
 def _model(
     path: str, backend: str | None, options: Mapping[str, Any], settings: Settings, trace: Trace
 ) -> tuple[ModelLayers, str]:
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError(f"--model: transformers is not installed: {install_extra('transformers')}")
     try:
         read_config(path)  # a mistyped name is said before torch and transformers are imported, which takes seconds
     except ValueError as error:

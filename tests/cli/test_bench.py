@@ -220,7 +220,7 @@ def test_a_backend_that_fails_is_one_line(measured, capsys, monkeypatch):
         (["nosuch"], 3, "NAME: no backend 'nosuch' is installed; installed: elsewhere, reference"),
         (["referense"], 3, "; did you mean reference?"),
         (["elsewhere"], 3, "NAME: 'elsewhere' cannot be used here: "),
-        ([], 2, "NAME: none given; attncore bench --help says what it is"),
+        ([], 2, "NAME: none given; it is the backend, as `attncore list` prints it"),
         (["reference", "--passes", "2"], 2, "--passes: 2 is not between 3 and 100"),
         (["reference", "--seconds", "-1"], 2, "--seconds: -1 is not between 0.001 and 60"),
         (["reference", "--steps", "none.jsonl"], 2, "--steps: none.jsonl cannot be read: "),

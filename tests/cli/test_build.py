@@ -1,6 +1,7 @@
 """``attncore build``: line by line, and what it refuses."""
 
 import functools
+import gzip
 import io
 import json
 import subprocess
@@ -330,6 +331,14 @@ def test_an_empty_input_is_an_error(build):
     code, _, err = build("\n\n")
     assert code == 2
     assert "empty" in err
+
+
+def test_a_gzipped_input_is_said_with_what_unpacks_it(build, tmp_path, capsys):
+    path = tmp_path / "the steps.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(EXAMPLE).encode()))
+    assert main(["build", str(path)]) == 2
+    said = f"{path} is gzipped; unpack it: gzip -dc '{path}' | attncore build -"
+    assert capsys.readouterr() == ("", f"attncore: error: {said}\n")
 
 
 def test_an_answer_comes_before_the_next_question():

@@ -78,12 +78,12 @@ def test_the_page_says_how_to_install_each():
 
 @pytest.mark.usefixtures("script")
 def test_a_shell_that_is_unknown_is_refused(capsys):
-    for words in (["--print-completion"], ["--print-completion", "dos"]):
-        assert main(words) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert err.startswith("attncore: error: --print-completion: '")
-        assert "is not one of bash, zsh" in err
+    for words, said in (
+        ([], "none given; give one of bash, zsh, fish, tcsh\n"),
+        (["dos"], "'dos' is not one of bash, zsh, fish, tcsh\n"),
+    ):
+        assert main(["--print-completion", *words]) == 2
+        assert capsys.readouterr() == ("", f"attncore: error: --print-completion: {said}")
 
 
 def test_without_shtab_the_command_that_installs_it_is_said(capsys, monkeypatch):

@@ -413,3 +413,12 @@ def test_a_gpu_that_torch_cannot_use_is_no_fault_of_the_backend(monkeypatch):
 
 def fails(*sizes, **given):
     raise AssertionError("Torch not compiled with CUDA enabled")
+
+
+@pytest.mark.usefixtures("site")
+def test_how_python_ints_are_read_is_in_json_alone(capsys, monkeypatch):
+    why = "cython: the compiled extension is installed"
+    monkeypatch.setattr("attncore.kernels.why_kernels", lambda: f"{why} (reads Python ints by public C API)")
+    assert doctor(capsys, "--no-create")[1]["kernels"] == f"{why} (reads Python ints by public C API)"
+    main(["doctor", "--no-create"])
+    assert next(one for one in capsys.readouterr().out.splitlines() if one.startswith("kernels")).endswith(why)

@@ -181,3 +181,13 @@ def test_assumed_packages_are_those_of_the_requirement_however_written(site, cap
         assert main(["explain", "--backend", "acme", "--assume-package", f"{name}==2.1"]) == 0
     assert main(["explain", "--backend", "acme", "--assume-package", "acme_kernels==1.9"]) == 3
     assert "acme-kernels 1.9 is installed" in capsys.readouterr().out
+
+
+def test_a_preferred_backend_that_is_not_installed_is_said_and_no_error(site, capsys):
+    site.plugin("acme")
+    code, out, err = ask(capsys, "--prefer", "acmee,acme")
+    assert code == 0
+    assert "acme (attn-acme 1.0): chosen; preferred by the request" in out
+    assert err == (
+        "attncore explain: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you mean acme?\n"
+    )

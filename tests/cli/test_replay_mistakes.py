@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from replay_command import ran
 
+from attncore.how_to_install import install_extra
+
 BAD = {
     "no such file": (["absent.csv"], ["absent.csv", "No such file"]),
     "two traces": (["TRACE", "--trace", "other"], ["--trace", "other"]),
@@ -38,6 +40,7 @@ BAD = {
     "seed": (["TRACE", "--seed", "-1"], ["--seed", "-1 is not between 0 and"]),
     "verify": (["TRACE", "--verify-every", "0"], ["--verify-every", "0 is not between 1 and"]),
     "nowhere to save": (["TRACE", "--metadata-only", "--save-steps", "absent/x"], ["absent/x", "No such file"]),
+    "a gzipped name": (["TRACE", "--metadata-only", "--save-steps", "x.jsonl.gz"], ["--save-steps", "leave out .gz"]),
     "group without a size": (["TRACE", "--groups", "full"], ["--groups", "'full' is not NAME:BLOCK_SIZE"]),
     "group of size 0": (["TRACE", "--groups", "full:0"], ["--groups", "block size of full 0 is not between 1"]),
     "group twice": (["TRACE", "--groups", "a:16,a:32"], ["--groups", "'a' stands twice"]),
@@ -157,3 +160,24 @@ def test_a_mistyped_file_is_said_before_torch_is_imported(words, said, tmp_path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+def test_a_row_that_is_cut_is_said_to_be_the_last(capsys, tmp_path):
+    path = tmp_path / "trace.csv"
+    whole = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:00.0,30,4\r\n"
+    cut = "; it is the last line and has no line end: the file may be cut"
+    for row, end in ("2023-11-16 18:15:01.0,30,", cut), ("2023-11-16 18:15:01.0,30,\r\n", ""):
+        path.write_bytes((whole + row).encode())
+        code, out, err = ran(capsys, str(path), "--metadata-only")
+        assert (code, out) == (2, "")
+        assert err.endswith(f"row 2 (line 3): GeneratedTokens: '' is not a whole number of tokens{end}\n")
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers", "transformers and torch"])
+def test_a_model_without_its_libraries_names_them(capsys, trace, monkeypatch, missing):
+    for name in missing.split(" and "):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = ran(capsys, trace, "--model", "config.json")
+    assert (code, out) == (2, "")
+    verb = "are" if " and " in missing else "is"
+    assert err == f"attncore: error: --model: {missing} {verb} not installed: {install_extra('transformers')}\n"

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from attncore.cli import main
+from attncore.replay.layers.misspelt_field import misspelt_field
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -276,6 +277,44 @@ def test_a_link_to_a_configuration_is_followed(model, capsys, tmp_path):
     (tmp_path / "blob").write_text(json.dumps(LLAMA))
     (model.folder / "config.json").symlink_to(tmp_path / "blob")
     assert model(None, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"hidden_size": ..., "hiden_size": 32},
+            "model: hiden_size: LlamaConfig has no such field; did you mean hidden_size?\n",
+        ),
+        (
+            {"hidden_size": 33},
+            "model: The hidden size (33) is not a multiple of the number of attention heads",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_said_alone(fields, message, model, capsys):
+    config = {name: value for name, value in {**LLAMA, **fields}.items() if value is not ...}
+    refused(model(config, capsys), message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "meant"),
+    [
+        ("llama", ["hiden_size"], "hidden_size"),
+        ("llama", ["num_attention_haeds"], "num_attention_heads"),
+        ("llama", ["hiden_size", "hidden_size"], None),  # what it resembles is given
+        ("llama", ["qk_rope_head_dim", "rope_theta", "rope_scaling", "torch_dtype", "moe_intermediate_size"], None),
+        ("deepseek_v3", ["v_heads_dim", "n_routed_experts"], "v_head_dim"),
+        ("gpt2", ["hidden_size", "num_hidden_layers"], None),  # other names of fields
+        ("gpt2", ["n_layers"], "n_layer"),
+        ("gpt2", ["n_layers", "num_hidden_layers"], None),
+    ],
+)
+def test_a_field_that_is_spelt_like_one_that_lacks_is_misspelt(kind, given, meant):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    said = misspelt_field(CONFIG_MAPPING[kind], given)
+    assert said.rpartition("; did you mean ")[2] == (f"{meant}?" if meant else "")
 
 
 def test_fields_of_code_change_nothing(model, capsys):

@@ -85,7 +85,11 @@ def test_what_was_written_is_said_at_the_end(capsys, trace, tmp_path):
 
 def test_the_timeline_says_what_its_numbers_are_of(capsys, trace):
     _, out, _ = ran(capsys, trace, "--metadata-only")
-    seconds = float(re.search(r"a column is ([0-9.e-]+) s; most: requests of one step, tokens of its steps", out)[1])
+    legend = (
+        r"a column is ([0-9.e-]+) s; most: requests of one step, tokens of one column "
+        r"\(a longer step's are shared among its columns\)"
+    )
+    seconds = float(re.search(legend, " ".join(out.split()))[1])
     letters = next(line for line in out.splitlines() if line.startswith("requests  ") and set(line) & BLOCKS)
     virtual = float(re.search(r"0 virtual time +([0-9.]+) s", out)[1])
     assert seconds * len(letters.split()[1]) == pytest.approx(virtual, abs=0.06)
@@ -125,6 +129,11 @@ def test_json_says_on_what(capsys, trace):
     assert sum(found["timeline"]["decode_tokens"]) == pytest.approx(found["decode_tokens"])
     only = reported(capsys, trace, "--metadata-only")
     assert (only["build_us"]["cold"], only["build_histogram"]["cold"], only["device"]) == (None, [], "cpu")
+
+
+def test_hot_is_said_to_be_the_same_steps_only_beside_cold(capsys, trace):
+    _, out, _ = ran(capsys, trace, "--metadata-only")
+    assert "hot with only the scheduler between two builds, as in a loop of builds" in " ".join(out.split())
 
 
 def test_a_page_holds_all_that_it_shows(capsys, trace, tmp_path):

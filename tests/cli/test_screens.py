@@ -63,8 +63,10 @@ def test_the_line_that_help_shows_can_be_copied(screen, tmp_path, width):
 
 
 def test_arguments_that_are_missing_are_named(screen):
-    for words, names in ([], "NAME, DIR: none given; {} they are"), (["a"], "DIR: none given; {} it is"):
-        said = names.format("attncore new-backend --help says what")
+    for words, said in (
+        ([], "NAME, DIR: none given; attncore new-backend --help says what they are"),
+        (["a"], "DIR: none given; it is where to write the repository"),
+    ):
         assert screen("new-backend", *words) == (2, "", f"attncore: error: {said}\n")
 
 

@@ -341,7 +341,7 @@ class Assembly:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
             count = arguments.integer_or_none(num_tokens)
             if count is None:
-                raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
+                raise TypeError(f"scheduled: {num_tokens!r}, for {req_id!r}, is not an integer")
             if not 0 <= count <= INT32_MAX:
                 wrong = "below 0" if count < 0 else f"above {INT32_MAX}"
                 raise ValueError(f"scheduled: {count} for {req_id!r} is {wrong}")

@@ -22,6 +22,7 @@ from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
 from attncore.registry.host.free_memory import available_bytes
+from attncore.replay.layers.misspelt_field import misspelt_field
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.show import counted
 from attncore.vocabulary import DTYPES
@@ -64,6 +65,9 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                 f"{path}: model_type: {quoted_json(kind)} is none of transformers' own; code of a configuration is "
                 "not run"
             )
+
+        if wrong := misspelt_field(_known_kinds()[kind], fields):
+            raise ModelError(f"{path}: {wrong}")
 
         def make(place: str) -> Any:
             config = AutoConfig.for_model(kind, **_copied(fields))

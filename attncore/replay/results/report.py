@@ -22,6 +22,8 @@ TERMS = {
     "p50, p90, p99": "50, 90 and 99 of 100 steps are at or below this",
 }
 """What the rows and columns of the table mean."""
+_HOT_ALONE = "with only the scheduler between two builds, as in a loop of builds"
+"""The same of ``hot`` where nothing is cold."""
 
 
 def as_json(
@@ -161,10 +163,9 @@ def terms(report: dict[str, Any]) -> list[tuple[str, str]]:
         "attention": report["attention_us"],
         "model": report.get("model_us"),
     }
-    layers = report["options"]["layers"]
-    return [
-        (name, text.format(layers=counted(layers, "layer"))) for name, text in TERMS.items() if present.get(name, True)
-    ]
+    layers = counted(report["options"]["layers"], "layer")
+    texts = TERMS if present["cold"] else TERMS | {"hot": _HOT_ALONE}
+    return [(name, text.format(layers=layers)) for name, text in texts.items() if present.get(name, True)]
 
 
 def figure(value: float) -> str:

@@ -78,7 +78,10 @@ def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
     if (room := count - len(axis)) >= len("0 "):  # else where it ends is all that is said, from below the labels on
         axis = f"{'0 virtual time' if count >= 30 else '0':{room}}{axis}"
     console.print(f"{axis:>{label + count}}     most", no_wrap=True, overflow="ignore")
-    means = f"a column is {seconds / count:.3g} s; most: requests of one step, tokens of its steps"
+    means = (
+        f"a column is {seconds / count:.3g} s; most: requests of one step, tokens of one column (a longer step's are "
+        "shared among its columns)"
+    )
     console.print(means, width=min(console.width, 80))
     console.print()
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncore.input_files import bounded_lines, standard_input
+from attncore.input_files import GZIP, bounded_lines, standard_input
 from attncore.quoted import quoted
 from attncore.replay.traces import azure, mooncake
 from attncore.replay.traces.trace import Request, Trace, TraceError
@@ -41,7 +41,6 @@ MAX_REQUESTS = 10**6
 MAX_HASH_IDS = 2 * 10**7
 """Hash ids of all requests that are kept: some 10**10 tokens of prompts, and a gigabyte of memory."""
 
-_GZIP = b"\x1f\x8b"
 _FORMATS: dict[str, ModuleType] = {"azure": azure, "mooncake": mooncake}
 
 
@@ -60,12 +59,12 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
         with nullcontext(standard_input()) if path == "-" else open(path, "rb") as raw:
             start = raw.peek(2)[:2]  # a pipe cannot be rewound
             if not start:  # reading on, a terminal would wait for a second Ctrl-D
-                return _read(iter(()), name, max_requests, max_seconds)
-            if start != _GZIP:
-                return _read(_text(name, raw, None), name, max_requests, max_seconds)
+                return _read(_Lines(iter(())), name, max_requests, max_seconds)
+            if start != GZIP:
+                return _read(_Lines(_text(name, raw, None)), name, max_requests, max_seconds)
             packed = _Counted(name, raw)
             with gzip.open(packed) as data:  # type: ignore[call-overload]
-                return _read(_text(name, data, packed), name, max_requests, max_seconds)
+                return _read(_Lines(_text(name, data, packed)), name, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
         reason = f" cannot be read: {error.strerror}" if error.strerror else f": broken gzip data ({error})"
@@ -94,7 +93,22 @@ class _Counted:
         return data
 
 
-def _read(lines: Iterator[str], path: str, max_requests: int | None, max_seconds: float) -> Trace:
+class _Lines:
+    """Lines without their ends; ``has_end`` of the last one that was taken, which only a file's last line has not."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines, self.has_end = lines, True
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.has_end = line.endswith("\n")
+        return line.rstrip("\r\n")
+
+
+def _read(lines: _Lines, path: str, max_requests: int | None, max_seconds: float) -> Trace:
     first_line = next(lines, None)
     if first_line is None:
         raise TraceError(f"{path}: the file is empty; an Azure CSV or a Mooncake JSONL trace is expected")
@@ -108,7 +122,8 @@ def _read(lines: Iterator[str], path: str, max_requests: int | None, max_seconds
     header_lines = 1 if reader is azure else 0
     requests: list[Request] = []
     rows = num_ids = 0
-    for request in _located(path, reader, lines if header_lines else _chain(first_line, lines), header_lines):
+    requests_read = reader.rows(lines if header_lines else _chain(first_line, lines))
+    for request in _located(path, requests_read, lines, header_lines):
         rows += 1
         if (max_requests is None or len(requests) < max_requests) and request.arrival < max_seconds:
             requests.append(request)
@@ -120,7 +135,7 @@ def _read(lines: Iterator[str], path: str, max_requests: int | None, max_seconds
 
 
 def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
-    """The lines of a trace without their ends, and without a byte order mark; ``packed`` is what is unpacked."""
+    """The lines of a trace with their ends, and without a byte order mark; ``packed`` is what is unpacked."""
     number = read = 0
     try:
         for number, line in enumerate(bounded_lines(data, MAX_LINE), 1):
@@ -135,7 +150,7 @@ def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
                     "more than "
                     f"{MAX_RATIO} times as many, which no trace does; if it is one, give it unpacked"
                 )
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except (TraceError, UnicodeDecodeError):
         raise
     except ValueError as error:
@@ -154,10 +169,9 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield from rest
 
 
-def _located(path: str, reader: ModuleType, lines: Iterator[str], header_lines: int) -> Iterator[Request]:
-    """The reader's requests, its complaints completed with file, row and line."""
+def _located(path: str, requests: Iterator[Request], lines: _Lines, header_lines: int) -> Iterator[Request]:
+    """The requests that are read of ``lines``, the reader's complaints completed with file, row and line."""
     row = 0
-    requests: Iterator[Request] = reader.rows(lines)
     while True:
         row += 1
         try:
@@ -167,6 +181,8 @@ def _located(path: str, reader: ModuleType, lines: Iterator[str], header_lines: 
         except (UnicodeDecodeError, TraceError):
             raise
         except ValueError as error:
-            line = f" (line {row + header_lines})" if header_lines else ""
-            raise TraceError(f"{path}: row {row}{line}: {error}") from None
+            if not header_lines:  # a line of JSON says itself that it is cut
+                raise TraceError(f"{path}: row {row}: {error}") from None
+            cut = "" if lines.has_end else "; it is the last line and has no line end: the file may be cut"
+            raise TraceError(f"{path}: row {row} (line {row + header_lines}): {error}{cut}") from None
         yield request

@@ -92,7 +92,7 @@ def test_the_option_triton_asks_for_each_of_its_forms():
         "sm_75", options={"rocm": {"kernel": "aiter"}}
     )
     bare = attncore.Host.assume("sm_86", packages={**PACKAGES, "triton": ""})
-    with pytest.raises(NoBackendError, match="cuda:sm_75, cuda:sm_89\\+, rocm:.*; install triton"):
+    with pytest.raises(NoBackendError, match=r"cuda:sm_75, cuda:sm_89\+, rocm:.*; install triton"):
         attncore.select(**HEADS, dtype="float16", backend="rocm", host=bare)
 
 

@@ -64,8 +64,8 @@ BAD_STEPS = [
     ({"q": 1}, "scheduled: 'q' is not in the batch"),
     ({"a": -1}, "scheduled: -1 for 'a' is below 0"),
     ({"a": 2**31}, "scheduled: 2147483648 for 'a' is above 2147483647"),
-    ({"a": 1.0}, "scheduled: 1.0 tokens of 'a' is not an integer"),
-    ({"a": True}, "scheduled: True tokens of 'a' is not an integer"),
+    ({"a": 1.0}, "scheduled: 1.0, for 'a', is not an integer"),
+    ({"a": True}, "scheduled: True, for 'a', is not an integer"),
     (
         {"a": 9},
         r"block_table: row 0 \(request 'a'\) holds 2 blocks but needs 3 for its 9 tokens \(block_size 4\); "
