@@ -50,10 +50,9 @@ def errors_as_model_errors(path: str) -> Iterator[None]:
     except Exception as error:
         if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
             raise
-        from huggingface_hub.errors import StrictDataclassError
-
         # Of a configuration's class: what is wrong stands behind the names of Python's parts of it.
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        strict = any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__)
+        reason = error.__cause__ if strict else None
         name = "" if reason or isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ModelError(f"{path}: {name}{one_line(reason or error, MOST) or 'no reason given'}") from error
 

@@ -24,7 +24,7 @@ def _limit_sockets(seconds: Any) -> None:
 
 
 def _temporary_folder() -> Any:
-    """Where temporary files lie, of tempfile, which may not be imported; None where nobody has asked for it yet."""
+    """Where temporary files lie, of tempfile, which may not be imported; None where it was not asked for yet."""
     tempfile: Any = sys.modules.get("tempfile")
     return None if tempfile is None else tempfile.tempdir
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterable
 
+import pytest
+import torch
+from torch import Tensor
+
+from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.left_alone import keep_results
 from attncore.testing.engines.reading_engine import ReadingEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_results_stay_as_they_were_returned"]
@@ -35,14 +39,14 @@ def test_results_stay_as_they_were_returned(attncore_subject: Subject, kind: str
     backend = subject.backend(use_mla=True) if kind == "latent cache" else subject.backend()
     if kind == "encoder":
         encoder = EncoderEngine(backend, "encoder_only", with_lse=with_lse)
-        keep_results(encoder)
+        _keep_results(encoder)
         for _ in range(3):
             encoder.encode([3, 5])
         return
     if kind == "encoder_decoder":
         subject.require_phase("prefill", "decode")
         cross = CrossEngine(backend, with_lse=with_lse)
-        keep_results(cross)
+        _keep_results(cross)
         cross.add("a", 5)
         cross.add("b", cross.block_size + 1)
         for tokens in (3, 3, 1, 1, 1):
@@ -52,7 +56,7 @@ def test_results_stay_as_they_were_returned(attncore_subject: Subject, kind: str
         engine: Engine = ReadingEngine(backend, written_by="another layer")
     else:
         engine = Engine(backend, with_lse=with_lse)
-    keep_results(engine)
+    _keep_results(engine)
     _steps(engine)
     if engine.with_lse:  # forward alone may keep its log-sum-exp where forward_with_lse does
         engine.with_lse, engine.lse = False, None
@@ -74,3 +78,43 @@ def _steps(engine: Engine) -> None:
     if {"prefill", "decode"} <= {*engine.phases}:
         for _ in range(2):
             engine.step({"a": 1, "b": 3})
+
+
+def _keep_results(engine: Engine) -> None:
+    """From now on each call of the engine's layer raises ConformanceError where it writes to what an earlier one
+    returned, or returns memory of it: an engine may keep both.
+    """
+    forward = engine.forward
+    kept: list[tuple[str, Tensor, Tensor]] = []
+
+    def keeping(tensors: Iterable[Tensor], metadata: CommonAttentionMetadata) -> Tensor:
+        output = forward(tensors, metadata)
+        new = {"output": output} | ({} if engine.lse is None else {"log-sum-exp": engine.lse})
+        for name, earlier, before in kept:
+            again = [other for other, result in new.items() if _ends_meet(earlier, result)]
+            if again or not torch.equal(_as_bytes(earlier), before):
+                raise ConformanceError(
+                    f"a call wrote to the {name} that an earlier call had returned"
+                    + (f", and returned its memory as its {again[0]}" if again else "")
+                    + ": it is the caller's, who may keep it; where output is None, give each call memory of its own"
+                )
+        kept.extend((name, result, _as_bytes(result)) for name, result in new.items())
+        return output
+
+    engine.forward = keeping  # type: ignore[method-assign]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A copy whose NaN equals itself."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _ends_meet(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory of a tensor begins before that of another ends, and the other way round."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    spans = []
+    for tensor in (one, other):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize))
+    return max(spans)[0] < min(spans)[1]
