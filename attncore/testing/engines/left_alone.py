@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attncore.array_arguments import why_not_plain
