@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from attncore import chart_page
@@ -26,5 +26,8 @@ def html_file(file: str | Path | None) -> Iterator[WholeFile | None]:
         chart_page.library()
     except ImportError as error:
         raise UsageError(f"--html: {missing_module(error, 'html')}") from error
-    with WholeFile(file) as page:
+    page = WholeFile(file)
+    with ExitStack() as stack:
+        stack.push(page)  # first, so that an interrupt while it opens leaves nothing behind
+        page.open()
         yield page

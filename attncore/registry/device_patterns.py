@@ -95,9 +95,15 @@ def without_contained(patterns: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=256)  # a negotiation asks it for each variant that it refuses
 def _without_contained(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    named = in_order(patterns)
-    wide = [one for one in named if not _DEVICE.fullmatch(one)]
-    return tuple(one for one in named if not any(_contains(other, one) for other in wide))
+    named: list[str] = []
+    for one in in_order(patterns):  # two may say the same: the first stays
+        if not any(_covers(other, one) for other in named):
+            named = [other for other in named if not _covers(one, other)] + [one]
+    return tuple(named)
+
+
+def _covers(wide: str, narrow: str) -> bool:
+    return not _DEVICE.fullmatch(wide) and _contains(wide, narrow)
 
 
 def _place(pattern: str) -> tuple[int, int, str, bool]:

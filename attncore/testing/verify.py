@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -116,7 +117,7 @@ def _digest(choice: Choice, blank: Verdict) -> str:
         "choice": _asked(choice),
         "variables": env.values(sorted(choice.spec.variables)),
         # a plugin in development changes without its version: its files' times tell
-        "files": _modified(choice.spec.factory.partition(":")[0]),
+        "files": _modified(choice.spec.factory.partition(":")[0]) | _modified_of(choice.candidate.distribution),
     }
     return hashlib.sha256(json_text(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -129,21 +130,34 @@ def _asked(choice: Choice) -> dict[str, Any]:
 
 
 def _modified(module: str) -> dict[str, int]:
-    """The modification times of the package that holds the factory's module; nothing is imported."""
+    """The modification times of all files of the package that holds the factory's module; nothing is imported.
+
+    Not of Python's code alone: kernels may be compiled from what lies beside it.
+    """
     try:
         roots, origin = _places(module.partition(".")[0])
     except KeyboardInterrupt:
         raise
     except BaseException:  # of a finder, or of what it has found
         return {}
-    found = [(file, root) for root in roots for suffix in ("py", "so", "pyd") for file in root.glob(f"**/*.{suffix}")]
+    found = [(file, root) for root in roots for file in root.glob("**/*") if "__pycache__" not in file.parts]
     if not roots and origin is not None:
         found.append((origin, origin.parent))
     return {
         f"{roots.index(root) if roots else 0}/{file.relative_to(root).as_posix()}": file.stat().st_mtime_ns
         for file, root in found
-        if file.exists()
+        if file.is_file()
     }
+
+
+def _modified_of(distribution: str | None) -> dict[str, int]:
+    """Those of what is installed of a distribution, modules beside that package too; {} where it does not tell."""
+    try:
+        files = importlib.metadata.files(distribution or "") or ()
+        places = {str(file): Path(str(file.locate())) for file in files if "__pycache__" not in file.parts}
+        return {name: place.stat().st_mtime_ns for name, place in places.items() if place.is_file()}
+    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
+        return {}
 
 
 def _places(package: str) -> tuple[list[Path], Path | None]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from logging import CRITICAL
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attncore.integrations.transformers.attention_interface import attending_by, using_attncore
 from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
@@ -50,8 +52,10 @@ _WORD = re.compile(r"[A-Za-z0-9_.+*\-]{0,100}")
 _DTYPES = (*DTYPES, "float64")
 
 
-def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None) -> Any:
-    """The model of a configuration's fields; ModelError, which begins with ``path``, where they make none."""
+def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None, num_tokens: int = 1) -> Any:
+    """The model of a configuration's fields; ModelError, which begins with ``path``, where they make none, or where it
+    does not fit in memory, or a tensor that it makes of ``num_tokens`` tokens.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = checked_fields(path, facts)
@@ -90,6 +94,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                     model = make("meta")
                     _initialise(model)
                     _check_size(path, model, free)
+                    _check_step(path, model, free, num_tokens)
             except ModelError as error:
                 return str(error)
             return ""
@@ -249,6 +254,49 @@ def _check_size(path: str, model: Any, most: int) -> None:
     """ModelError where the numbers of a model, each counted once, take more than ``most`` bytes."""
     if sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())) > most:
         raise _too_large(path, most)
+
+
+class _Largest(TorchDispatchMode):
+    """Inside, ``nbytes`` becomes those of the largest tensor that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+                self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
+        return made
+
+
+class _NoAttention:
+    """An Attender that gives zeros; ``num_heads`` becomes the most query heads of a layer."""
+
+    num_heads = 0
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, asked: Any) -> Any:
+        self.num_heads = max(self.num_heads, query.shape[1])
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
+
+def _check_step(path: str, model: Any, most: int, num_tokens: int) -> None:
+    """ModelError where a model of the meta device makes a tensor of ``num_tokens`` tokens that takes over a quarter of
+    ``most`` bytes: weights say little of it, and the check by the model's own attention compares all tokens with all.
+
+    What cannot run without numbers is not counted.
+    """
+    attention, largest = _NoAttention(), _Largest()
+    with suppress(Exception), using_attncore(model), attending_by(attention), torch.inference_mode(), largest:
+        tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
+        model(tokens, use_cache=False, logits_to_keep=1)
+    taken = max(largest.nbytes, attention.num_heads * num_tokens**2 * model.dtype.itemsize)
+    if taken > most // 4:
+        raise ModelError(
+            f"{path}: {counted(num_tokens, 'token')} of a request make a tensor of {taken / 2**30:.1f} GiB, and "
+            f"{most / 2**30:.1f} GiB are free; take a smaller model, or replay shorter requests"
+        )
 
 
 def _too_large(path: str, most: int) -> ModelError:

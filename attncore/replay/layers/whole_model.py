@@ -62,7 +62,7 @@ class ModelLayers:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = _model(path, settings.seed, device)
+        self.model = _model(path, settings.seed, device, longest)
         self.keeps_states = bool(recurrent_layers(self.model))
         if self.keeps_states:
             check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
@@ -150,9 +150,9 @@ class ModelLayers:
         return ModelCheck(self.model, self.backend, self.vocab_size, requests, settings, result)
 
 
-def _model(path: str, seed: int, device: str | None) -> Any:
+def _model(path: str, seed: int, device: str | None, longest: int) -> Any:
     try:
         facts = read_config(path)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    return random_model(path, facts, seed, device)
+    return random_model(path, facts, seed, device, longest)
