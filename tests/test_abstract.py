@@ -187,6 +187,8 @@ def test_impl_hands_everything_on():
         ({"sinks": torch.ones(4, dtype=torch.complex64)}, "sinks: torch.complex64 given, which are no real numbers"),
         ({"sinks": np.arange(4).astype("m8[s]")}, "sinks: timedelta64[s] given, which are no real numbers"),
         ({"sinks": torch.ones(4, device="meta")}, "sinks: on meta"),
+        ({"sinks": b"abcd"}, "sinks: bytes found, which hold text; give a list or an array of numbers"),
+        ({"sinks": {0: 1, 2: 3, 4: 5, 6: 7}}, "sinks: dict found"),
         ({"sinks": torch.ones(4).to_sparse()}, "sinks: of layout torch.sparse_coo"),
         ({"scale": np.True_}, "scale: np.True_ is not a finite number"),
         ({"scale": torch.tensor(True)}, "scale: tensor(True) is not a finite number"),

@@ -13,7 +13,7 @@ from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
-from attncore.abstract.layer_arguments import check_per_head, checked_name
+from attncore.abstract.layer_arguments import checked_name, checked_per_head
 from attncore.arguments import float32_number, integer, optional_integer
 from attncore.quoted import quoted
 from attncore.show import angled, counted, guarded, short
@@ -97,9 +97,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
         scale = float32_number("scale", scale)
         if logits_soft_cap is not None:
             logits_soft_cap = float32_number("logits_soft_cap", logits_soft_cap, positive=True)
-        for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-            if per_head is not None:
-                check_per_head(name, per_head, self.config.num_heads)
+        if alibi_slopes is not None:
+            alibi_slopes = checked_per_head("alibi_slopes", alibi_slopes, self.config.num_heads)
+        if sinks is not None:
+            sinks = checked_per_head("sinks", sinks, self.config.num_heads)
         self._check_declared(
             sliding_window=("sliding_window", sliding_window is not None),
             logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from attncore.arguments import FLOAT32_MAX, is_no_real_number
+from attncore.arguments import FLOAT32_MAX, is_no_real_number, why_no_list
 from attncore.quoted import plain_text, quoted
 from attncore.show import counted
 
@@ -18,11 +18,12 @@ def checked_name(layer_name: object) -> str:
     return name
 
 
-def check_per_head(name: str, values: Any, num_heads: int) -> None:
-    """ValueError where ``values`` are not a number of float32 for each query head; -inf may be a sink, of weight 0.
-
-    Those of a tensor are not read, since it may lie on a device.
+def checked_per_head(name: str, values: Any, num_heads: int) -> Any:
+    """``values`` as a list of floats, or the tensor; ValueError where they are not a number of float32 for each query
+    head. -inf may be a sink, of weight 0. Those of a tensor are not read, since it may lie on a device.
     """
+    if (why := why_no_list(values)) is not None and not hasattr(values, "layout"):
+        raise ValueError(f"{name}: {why.replace('integers', 'numbers')}")
     try:
         found = len(values)
     except Exception:  # __len__ may be the caller's code, and a tensor without dimensions has none
@@ -37,20 +38,23 @@ def check_per_head(name: str, values: Any, num_heads: int) -> None:
             raise ValueError(f"{name}: {values.dtype} given, which are no real numbers; give one for each query head")
         if not isinstance(shape, tuple) or hasattr(shape, "numel"):  # a torch.Size
             _check_strided(name, values)
-            return
+            return values
         values = _numbers(name, values)
-    index, value = 0, values
+    numbers: list[float] = []
+    value = values
     try:
-        for index, value in enumerate(values):  # noqa: B007  the one that fails is named
+        for value in values:
             if isinstance(value, str | bytes | bool) or is_no_real_number(value):
                 raise ValueError
             number = float(value)
             if not abs(number) <= FLOAT32_MAX and (name, number) != ("sinks", -math.inf):
                 raise ValueError
+            numbers.append(number)
     except Exception:
         raise ValueError(
-            f"{name}[{index}]: {quoted(value)} is not a finite number of float32; give one for each query head"
+            f"{name}[{len(numbers)}]: {quoted(value)} is not a finite number of float32; give one for each query head"
         ) from None
+    return numbers
 
 
 def _check_strided(name: str, tensor: Any) -> None:

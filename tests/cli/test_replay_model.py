@@ -1,6 +1,8 @@
 """``attncore replay --model``: a model of transformers beside its metadata, its logits checked."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -72,8 +74,23 @@ def test_what_states_take_is_counted_first(field, config, trace, capsys, monkeyp
     monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: 1 << 30)
     assert main(["replay", trace, "--model", config({**HYBRID, field: 10**5})]) == 2
     err = capsys.readouterr().err
-    assert "config.json: a forward pass does not fit in memory" in err
+    assert re.search(
+        r"config.json: (a forward pass does not fit in memory|114 tokens of a request make a tensor of)", err
+    )
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "facts", [{"intermediate_size": 10**5}, {"num_attention_heads": 512, "num_key_value_heads": 1, "hidden_size": 4096}]
+)
+def test_the_largest_tensor_of_a_request_is_counted_first(facts, config, trace, capsys, monkeypatch):
+    """Of what layers make between their weights, and of what the model's own attention compares in the check."""
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: 300 << 20)
+    trace_of_one = trace.replace("trace.csv", "long.csv")
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0000000,1000,2"
+    Path(trace_of_one).write_text(rows)
+    assert main(["replay", trace_of_one, "--model", config({**LLAMA, **facts})]) == 2
+    assert "config.json: 1002 tokens of a request make a tensor of" in capsys.readouterr().err
 
 
 def test_the_states_of_all_requests_are_counted(config, trace, capsys, monkeypatch):

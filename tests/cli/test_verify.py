@@ -11,7 +11,7 @@ import pytest
 from planting import SPEC
 
 from attncore.cli import main
-from attncore.testing.verify import _modified
+from attncore.testing.verify import _modified, _modified_of
 
 REFERENCE = """
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -301,7 +301,7 @@ def test_a_library_that_ends_the_process_is_a_row(site, capsys, ends):
 
 
 def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeypatch):
-    for name in ("__init__.py", "a/k.py", "b/k.py", "a/__init__.py", "_c.so"):
+    for name in ("__init__.py", "a/k.py", "b/k.py", "a/__init__.py", "_c.so", "a/k.cu"):
         file = tmp_path / "pack" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
@@ -309,6 +309,21 @@ def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeyp
     before = _modified("pack.a.k")
     os.utime(tmp_path / "pack" / "a" / "k.py", (1, 1))
     assert _modified("pack.a.k") != before
+    before = _modified("pack.a.k")
+    os.utime(tmp_path / "pack" / "a" / "k.cu", (1, 1))  # compiled when it runs
+    assert _modified("pack.a.k") != before
+
+
+def test_a_change_in_another_module_of_the_distribution_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "attn_sib-1.dist-info").mkdir()
+    (tmp_path / "attn_sib-1.dist-info" / "METADATA").write_text("Name: attn-sib\nVersion: 1\n")
+    (tmp_path / "attn_sib-1.dist-info" / "RECORD").write_text("sib_heavy.py,,\nsib_kernels.py,,\ngone.py,,\n")
+    for name in ("sib_heavy.py", "sib_kernels.py"):
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (1, 1))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _modified_of("attn-sib") == {"sib_heavy.py": 10**9, "sib_kernels.py": 10**9}
+    assert _modified_of("attn-absent") == _modified_of(None) == {}
 
 
 MODULES = {

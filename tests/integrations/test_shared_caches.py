@@ -74,6 +74,14 @@ def test_layers_say_whose_keys_they_read():
     assert {layer.reads_cache_of for layer in attention_layers(decoder("llama"))} == {None}
 
 
+def test_layers_whose_maker_is_not_given_have_their_own():
+    model = gemma3n()
+    layers = attention_layers(model)
+    backend = select_for_model(model, block_size=8).create()
+    for given, count in ((layers[2:], 2), (layers[::-1], 4)):
+        assert len(set(places(paged_caches(model, backend, 4, layers=given)))) == count
+
+
 @pytest.mark.parametrize(("fields", "shared"), [({}, False), ({"kv_cache_dtype": "fp8_e4m3"}, True)])
 def test_caches_of_their_own(fields, shared):
     """As asked for, and where each layer has scales."""

@@ -125,3 +125,8 @@ def test_devices_without_those_contained_are_the_same_devices():
             of_one = [device for device in DEVICES if best_match({one: 1}, device)]
             others = [device for device in of_one if best_match(dict.fromkeys({*named} - {one}, 1), device)]
             assert not of_one or others != of_one
+
+
+def test_two_patterns_of_the_same_devices_are_one():
+    assert len(without_contained(["cuda:sm_80+", "cuda:sm_080+"])) == 1
+    assert without_contained(["cuda:sm_90", "cuda:sm_90+"]) == ["cuda:sm_90+"]

@@ -373,7 +373,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
                 assembly.side.release(shape)
 
     def close(self) -> None:
-        """Waits for the device; no step can be built afterwards, and the memory is freed with the builder.
+        """Waits for the device; no step can be built afterwards, and the memory is freed with the builder. Steps ahead
+        that are not replayed are given back, as by ``steps.stop()``.
 
         Raises CaptureError while captured graphs still read the arenas: ``release`` them first.
         """
@@ -388,6 +389,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
                         f"close: graphs of {', '.join(map(str, sizes))} requests read the arenas; destroy them and "
                         "call builder.release(size) for each"
                     )
+                if assembly.ahead is not None:
+                    assembly.ahead.stop_inside()
                 assembly.side.close()
             self._decode_step = self._padded_step = _no_short_way
             self._sent_step = self._sent_ahead = None

@@ -99,10 +99,14 @@ class StepsAhead(Uncopied):
         replayed, the step itself is taken back, as by ``metadata.abandon()``.
         """
         with self._core.enter():
-            if self.left:
-                self._stop(self._side.settle_ahead(self.step, self._launched))
-                self._side.end_ahead()
+            self.stop_inside()
         return self._num_steps
+
+    def stop_inside(self) -> None:
+        """``stop``, inside a call of the batch or its builder."""
+        if self.left > 0:
+            self._stop(self._side.settle_ahead(self.step, self._launched))
+            self._side.end_ahead()
 
     def _stop(self, ran: int) -> None:
         core, n = self._core, self._metadata.num_actual_reqs

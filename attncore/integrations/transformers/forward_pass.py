@@ -124,7 +124,7 @@ def paged_caches(
         except ValueError as error:
             raise ValueError(f"layer {layer.name}: {error}") from None
         causal = layer.attn_type is AttentionType.DECODER
-        if shared and layer.reads_cache_of is not None:
+        if shared and layer.reads_cache_of in caches:
             impls[layer.name] = _Reader(impls[layer.name])
             caches[layer.name] = caches[layer.reads_cache_of]
         else:

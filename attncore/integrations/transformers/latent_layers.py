@@ -65,18 +65,18 @@ def check_absorbed(name: str, module: Any) -> None:
             f"layer {name}: kv_b_proj has a weight {tuple(weight.shape)}; {counted(size, 'row')} for each head and "
             f"{counted(module.kv_lora_rank, 'column')} expected"
         )
-    if weight.device.type != "meta":
+    hooks = projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
+    if (hooks or type(projection) is not torch.nn.Linear) and weight.device.type != "meta":
         _check_product(name, projection, weight)
 
 
 @torch.no_grad()
 def _check_product(name: str, projection: Any, weight: Tensor) -> None:
-    """ValueError where two rows show that ``projection`` computes something else than the product with ``weight``."""
-    rows = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).sin().to(weight.dtype)
-    expected = torch.nn.functional.linear(rows, weight).float()
-    found = projection(rows).float()
-    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
-    if found.shape != expected.shape or not (found - expected).abs().max() <= tolerance * expected.abs().max():
+    """ValueError where some rows show that ``projection`` computes something else than the product with ``weight``:
+    a bit of an output, since a part beside it may be as small as one.
+    """
+    rows = torch.linspace(-7, 7, 8 * weight.shape[1], device=weight.device).view(8, -1).sin().to(weight.dtype)
+    if not torch.equal(projection(rows), torch.nn.functional.linear(rows, weight)):
         raise ValueError(
             f"layer {name}: kv_b_proj, a {type(projection).__name__}, computes more than the product with its weight, "
             "such as the part of an adapter or a hook, which cannot be absorbed; merge adapters into the weight and "

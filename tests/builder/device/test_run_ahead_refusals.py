@@ -89,6 +89,19 @@ def test_no_other_builder_builds_over_tokens_that_no_step_has_written(kernels, a
     assert other.build(**asked).context_lens[-1] == 7
 
 
+@pytest.mark.parametrize("replayed", [0, 1])
+def test_a_builder_that_is_closed_leaves_no_step_ahead(kernels, replayed):
+    batch, builder, calls = two_requests(kernels)
+    other = MetadataBuilder(batch, max_num_batched_tokens=8)
+    steps = builder.run_ahead(3, bucket=3)
+    for _ in range(replayed):
+        steps.replay(calls)
+    builder.close()
+    assert steps.left == 0
+    del builder, steps
+    assert other.build().context_lens.tolist() == [3 + replayed, 6 + replayed]
+
+
 def test_stop_takes_nothing_from_a_later_request_of_the_same_name(kernels):
     """It has as many computed tokens as the one that left would have."""
     batch, builder, _ = two_requests(kernels)
