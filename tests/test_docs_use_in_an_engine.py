@@ -28,6 +28,8 @@ def test_the_snippets_run_from_top_to_bottom(gpu, monkeypatch):
     host = attncore.Host.assume("cuda:sm_90" if gpu else "cpu")
     monkeypatch.setattr("attncore.registry.host.host.Host.probe", classmethod(lambda cls: host))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for name in ("get_rng_state", "set_rng_state"):  # which torch.compile asks for where there is a GPU
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr("attncore.registry.host.host.Host.torch_device", "cpu")  # there is no other here
     names = run(PAGE)
     assert names["choice"].name == "reference"
