@@ -26,6 +26,7 @@ ALWAYS = {
     "tests/integrations/test_ranks.py::test_two_ranks_say_what_one_says": "the one of two processes that share a model",
     "tests/integrations/test_context_parallel.py::test_two_ranks_that_share_keys_say_what_one_says": "and share keys",
     "tests/testing/test_planted_faults.py::test_the_sound_backend_passes_every_test": "without it no fault is planted",
+    "tests/fuzz/test_trees.py::TestTreeBatches::runTest": "the only target of draft trees",
 }
 """Functions of which a case stays in ``make test`` however long it takes, and why."""
 
