@@ -54,7 +54,10 @@ def test_logits_are_those_of_the_model_alone(facts, config, trace, capsys):
     assert report["model_us"]["p50"] > 0
     assert report["attention_us"] is None
     layers = report["layers"].partition(" of ")
-    assert (layers[0], layers[2].endswith(", with latent caches")) == ("2", "kv_lora_rank" in facts)
+    assert (layers[0], ", with latent caches: " in layers[2]) == ("2", "kv_lora_rank" in facts)
+    assert layers[2].endswith(
+        ": 4 heads, 1 key/value head of 24" if facts is DEEPSEEK else " 4 heads, 2 key/value heads of 8"
+    )
 
 
 @pytest.mark.parametrize("num_blocks", [20, 500])
@@ -62,7 +65,7 @@ def test_a_hybrid_model_keeps_its_states(num_blocks, config, trace, capsys):
     words = ["--verify-every", "2", "--rate", "1e4", "--num-blocks", str(num_blocks), "--block-size", "8"]
     assert main(["replay", trace, "--model", config(HYBRID), "--json", *words]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["layers"] == "2 of FalconH1ForCausalLM, beside recurrent ones"
+    assert report["layers"] == "2 of FalconH1ForCausalLM, beside recurrent ones: 4 heads, 2 key/value heads of 8"
     assert bool(report["preemptions"]) == (num_blocks == 20)
     assert (report["prefix_hit_tokens"], report["verification"]["failed"]) == (0, 0)
     assert report["verification"]["checked"] > 10
