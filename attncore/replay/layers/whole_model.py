@@ -107,7 +107,8 @@ class ModelLayers:
         config = self.backend.config
         self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
         latent, states = ", with latent caches" * config.use_mla, ", beside recurrent ones" * self.keeps_states
-        heads = f"{counted(config.num_heads, 'head')}, {counted(config.num_kv_heads, 'key/value head')} of {config.head_size}"
+        key_heads = f"{counted(config.num_kv_heads, 'key/value head')} of {config.head_size}"
+        heads = f"{counted(config.num_heads, 'head')}, {key_heads}"
         self.described = f"{len(layers)} of {type(self.model).__name__}{latent}{states}: {heads}"
         with errors_as_model_errors(path):
             self.model.set_attn_implementation("attncore")
