@@ -57,7 +57,9 @@ def check_run(data, *words):
         assert err.count("\n") == 1
         assert err.isprintable() or err[:-1].isprintable()
         assert len(err) < 2500
-        assert err.startswith(("line ", "attncore: error: standard input is empty"))
+        assert err.startswith(
+            ("line ", *(f"attncore: error: standard input is {what}" for what in ("empty", "gzipped")))
+        )
 
 
 @examples(150)
