@@ -68,7 +68,7 @@ class Served(example.Engine):
             return super().step()
 
     def fill(self, prompt_tokens, steps):
-        """As many requests as there are rows, none of which ends by itself before ``steps`` are run."""
+        """As many requests as there are rows, none of which ends by itself before ``steps`` more are run."""
         vocab = self.vocab_size
         prompts = [[random.randrange(3, vocab) for _ in range(prompt_tokens)] for _ in range(self.rows)]
         for prompt in prompts:
@@ -100,7 +100,8 @@ class Chunks(Served):
 def engine_over_llama(kind, rows, name, args, device, parts):
     """An engine with ``rows`` running requests."""
     context = args.context if args.device == "cuda" else 64
-    steps = args.steps * 2 + 200
+    filling = -(-rows * context // CHUNK)  # steps in which the first requests decode beside the others' prompts
+    steps = args.steps * 2 + 200 + filling
     longest = max(context + steps + 8, 4 * CHUNK + 8)
     size = 256 if name == "flash" else 16
     engine = {"come and go": Going, "chunk": Chunks}.get(kind, Served)(

@@ -192,7 +192,7 @@ def test_impl_hands_everything_on():
         ({"sinks": torch.ones(4).to_sparse()}, "sinks: of layout torch.sparse_coo"),
         ({"scale": np.True_}, "scale: np.True_ is not a finite number"),
         ({"scale": torch.tensor(True)}, "scale: tensor(True) is not a finite number"),
-        ({"scale": np.timedelta64(3)}, "scale: np.timedelta64(3) is not a finite number"),
+        ({"scale": np.timedelta64(3, "s")}, "scale: np.timedelta64(3,'s') is not a finite number"),
         ({"scale": np.complex64(1j)}, "scale: "),
         ({"layer_name": 3}, "layer_name: 3 is not a string"),
     ],
