@@ -10,15 +10,16 @@ these three at run time by an InputBatch and a MetadataBuilder; scheduler, block
 A Qwen3 of about 0.6B parameters with random weights; as many requests as a size says, all at once. A row for each size
 and way: ``tokens_per_s`` from the first decode step to the last, ``gap_us`` the median time from the tokens of one step
 to the launch of the next one's model, in which the device has nothing to do, ``prepare_us`` the part of it that the
-three functions take, ``agrees`` whether the tokens are those of nano-vllm's first run: the most likely ones, since the
-order of rows, and with it what is drawn for each, is not the same. ``again`` says the same of nano-vllm's second run.
+three functions take, ``agrees`` the part of all tokens that come before the first that differs from nano-vllm's first
+run: the most likely token is taken, but logits in bfloat16 have ties, among which what is drawn for a row decides, and
+rows stand in another order. ``again`` is the same of nano-vllm's second run.
 ``ratio`` is of tokens a second, ``floor_ratio`` what it were if nano-vllm's three functions took no time. Before that
 a run, ``compared``, makes every step in both ways and compares what is on the device: ``differs`` names what differs.
 
 ``--host-only`` needs no GPU, and neither flash-attn nor xxhash: stand-ins take the place of what is not installed. The
 scheduler runs with tokens that are drawn in place of a model's; both ways make each step, the arrays are compared, and
 a row has the medians of ``prepare_decode`` and of attncore's step, in tensors on the CPU. Exit code 1 where arrays
-differ, or tokens although nano-vllm's own are the same in both of its runs.
+differ.
 """
 
 import argparse
@@ -262,6 +263,15 @@ def gpu_row(nano, llm, size, way, args):
     return row, [outputs[name] for name in sorted(outputs)]
 
 
+def agreement(ours, others):
+    """The part of all tokens that come before a sequence's first that differs."""
+    same = total = 0
+    for one, other in zip(ours, others, strict=True):
+        total += len(one)
+        same += next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return same / max(total, 1)
+
+
 def gpu_rows(nano, sizes, args):
     """Rows of every size, each way twice in turn; the better of two."""
     llm_class = importlib.import_module("nanovllm.llm").LLM
@@ -283,10 +293,10 @@ def gpu_rows(nano, sizes, args):
                     best[way] = row
                 said.setdefault(way, []).append(outputs)
             theirs, ours = best["nano-vllm"], best["attncore"]
-            yield theirs | {"again": said["nano-vllm"][0] == said["nano-vllm"][1]}
+            yield theirs | {"again": agreement(*said["nano-vllm"])}
             without = theirs["step_ms"] - theirs["prepare_us"] / 1e3
             yield ours | {
-                "agrees": said["attncore"][0] == said["nano-vllm"][0],
+                "agrees": agreement(said["attncore"][0], said["nano-vllm"][0]),
                 "ratio": ours["tokens_per_s"] / theirs["tokens_per_s"], "floor_ratio": theirs["step_ms"] / without,
             }  # fmt: skip
 
@@ -326,8 +336,7 @@ def main(words=None):
             "rows": rows,
         }
         Path(args.save).write_text(json.dumps(found, indent=1) + "\n")
-    exact = all(row.get("again", True) for row in rows)
-    return int(any(row.get("differs") or (exact and row.get("agrees") is False) for row in rows))
+    return int(any(row.get("differs") for row in rows))
 
 
 if __name__ == "__main__":
