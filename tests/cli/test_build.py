@@ -191,6 +191,9 @@ def test_a_graph_batch(build):
     answer = json.loads(build(json.dumps(batch))[1][0])
     assert answer["use_cuda_graph"]
     assert answer["block_tables"] == [[9, 2, 7], [5, 0, 0], [0, 0, 0]]
+    code, out, err = build(json.dumps(batch | {"graph_batch_size": 2**31 - 1}))
+    assert (code, out) == (2, [])
+    assert err == "line 1: graph_batch_size: 2147483645 padded requests do not fit int32\n"
 
 
 def test_max_seq_len_to_capture_is_read_only_with_a_graph(build):

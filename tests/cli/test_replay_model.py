@@ -104,6 +104,32 @@ def test_the_states_of_all_requests_are_counted(config, trace, capsys, monkeypat
     assert main([*words, "4"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("facts", "taken", "advice"),
+    [
+        (LLAMA, 2 * 40 * 16 * 2 * 2 * 8 * 4, "pass a smaller --num-blocks\n"),
+        (  # of each request a state of 4 heads of 8 x 8, and 3 columns of a convolution over 48 numbers
+            HYBRID, 2 * (40 * 16 * 2 * 2 * 8 * 4 + 6 * (4 * 8 * 8 + 48 * 4) * 4),
+            "for the states of 5 requests (they take 0.0 GiB, and 0.0 GiB are free); pass a smaller --num-blocks or "
+            "--max-num-seqs\n",
+        ),
+    ],
+    ids=["llama", "falcon_h1"],
+)  # fmt: skip
+def test_what_caches_take_is_counted_first(facts, taken, advice, config, trace, capsys, monkeypatch):
+    from attncore.replay.layers import cache_memory
+
+    words = ["replay", trace, "--model", config(facts), "--requests", "1", "--num-blocks", "40", "--max-num-seqs", "5"]
+    monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken - 1) / cache_memory.MOST)
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("attncore: error: --num-blocks: no memory for 2 caches of 40 blocks of 16")
+    assert err.endswith(advice)
+    assert err.count("\n") == 1
+    monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken + 1) / cache_memory.MOST)
+    assert main(words) == 0
+
+
 def test_states_in_anothers_slot_are_found(config, trace, capsys, monkeypatch):
     from attncore.builder.persistent.state_step import StateStep
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from attncore.integrations.transformers import (
 from attncore.registry.config_json import read_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
+from attncore.replay.layers.cache_memory import check_cache_memory, no_memory
 from attncore.replay.layers.model_from_config import check_states, data_alone, random_model
 from attncore.replay.model_error import (
     SMALLER_STEPS,
@@ -66,6 +68,7 @@ class ModelLayers:
         self.keeps_states = bool(recurrent_layers(self.model))
         if self.keeps_states:
             check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
+            settings = replace(settings, keeps_states=True)
         with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
             use_latent_caches(self.model)
         with errors_as_model_errors(path), data_alone():
@@ -93,17 +96,13 @@ class ModelLayers:
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:
+            check_cache_memory(self.model, self.backend, layers, settings)
             num_slots = settings.max_num_seqs + 1 if self.keeps_states else None
             self.kv_caches = paged_caches(
                 self.model, self.backend, settings.num_blocks, layers=layers, num_slots=num_slots
             )
         except (RuntimeError, MemoryError) as error:  # torch raises the first
-            slots = f", and for the states of {counted(settings.max_num_seqs, 'request')}" if self.keeps_states else ""
-            raise ValueError(
-                f"num_blocks: no memory for {counted(len(layers), 'cache')} of "
-                f"{counted(settings.num_blocks, 'block')} of {settings.block_size}{slots} ({first_line(error)}); pass "
-                f"a smaller --num-blocks{' or --max-num-seqs' if slots else ''}"
-            ) from error
+            raise no_memory(layers, settings, first_line(error)) from error
         config = self.backend.config
         self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
         latent, states = ", with latent caches" * config.use_mla, ", beside recurrent ones" * self.keeps_states
