@@ -41,6 +41,12 @@ BAD = {
     "verify": (["TRACE", "--verify-every", "0"], ["--verify-every", "0 is not between 1 and"]),
     "nowhere to save": (["TRACE", "--metadata-only", "--save-steps", "absent/x"], ["absent/x", "No such file"]),
     "a gzipped name": (["TRACE", "--metadata-only", "--save-steps", "x.jsonl.gz"], ["--save-steps", "leave out .gz"]),
+    "a packed name": (["TRACE", "--metadata-only", "--save-steps", "x.BZ2"], ["--save-steps", "leave out .BZ2"]),
+    "a gzipped page": (["TRACE", "--metadata-only", "--html", "x.html.gz"], ["--html", "x.html.gz", "leave out .gz"]),
+    "a name in colour": (
+        ["TRACE", "--groups", "\x1b[31mred:16"],
+        ["--groups", r"'\x1b[31mred' has letters that cannot be printed"],
+    ),
     "group without a size": (["TRACE", "--groups", "full"], ["--groups", "'full' is not NAME:BLOCK_SIZE"]),
     "group of size 0": (["TRACE", "--groups", "full:0"], ["--groups", "block size of full 0 is not between 1"]),
     "group twice": (["TRACE", "--groups", "a:16,a:32"], ["--groups", "'a' stands twice"]),
