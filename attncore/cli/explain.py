@@ -30,7 +30,7 @@ from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
-from attncore.registry.request_from_config_json import request_fields
+from attncore.registry.request_from_config_json import in_words_of_config, request_fields
 from attncore.registry.spec.facts import plain_facts
 from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import print_lines
@@ -206,8 +206,15 @@ def _naming_config(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        if args.config and vars(args).get(str(error).partition(":")[0], error) is None:
-            raise UsageError(f"--config: {args.config}: {error}") from error
+        if not args.config:
+            raise
+        config, text = read_config(args.config), str(error)
+        options = {name: _flag(name) for name, _ in _COUNTS if getattr(args, name) is not None}
+        if vars(args).get(text.partition(":")[0], error) is None:
+            raise UsageError(f"--config: {args.config}: {in_words_of_config(text, config, options)}") from error
+        if error.args[:1] == (text,):  # what options give is named by them later
+            given = {name: name for name in options}
+            error.args = (in_words_of_config(text, config, given), *error.args[1:])
         raise
 
 

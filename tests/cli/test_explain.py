@@ -105,6 +105,22 @@ def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
     assert json.loads(out)["request"]["dtype"] == "float16"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--config: PATH: n_head_kv: 3 does not divide n_head 32"),
+        (["--num-heads", "5"], "--config: PATH: n_head_kv: 3 does not divide --num-heads 5"),
+        (["--num-kv-heads", "6"], "--num-kv-heads: 6 does not divide n_head 32"),
+        (["--num-kv-heads", "6", "--num-heads", "5"], "--num-kv-heads: 6 does not divide --num-heads 5"),
+    ],
+)
+def test_a_field_is_named_as_where_it_stands(options, message, plugins, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"n_head": 32, "n_head_kv": 3, "head_dim": 64}))
+    code, _, err = ask(capsys, "--assume", "sm_90", "--config", str(path), *options)
+    assert (code, err) == (2, f"attncore: error: {message.replace('PATH', str(path))}\n")
+
+
 def test_a_cache_of_the_engines_own_is_asked_for(plugins, capsys):
     _, out, _ = ask(capsys, "--assume", "cpu", "--strided-kv-cache", "--json")
     report = json.loads(out)

@@ -20,6 +20,7 @@ from attncore.integrations.transformers import (
     use_latent_caches,
 )
 from attncore.registry.config_json import read_config
+from attncore.registry.request_from_config_json import in_words_of_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
 from attncore.replay.layers.cache_memory import check_cache_memory, no_memory
@@ -64,7 +65,8 @@ class ModelLayers:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = _model(path, settings.seed, device, longest)
+        facts = _facts(path)
+        self.model = random_model(path, facts, settings.seed, device, longest)
         self.keeps_states = bool(recurrent_layers(self.model))
         if self.keeps_states:
             check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
@@ -92,7 +94,8 @@ class ModelLayers:
         except ValueError as error:
             if str(error).partition(":")[0] in asked:
                 raise
-            raise ModelError(f"{path}: {error}") from None  # of the model's own, such as its dtype
+            text = in_words_of_config(str(error), facts)
+            raise ModelError(f"{path}: {text}") from None  # of the model's own, such as its dtype
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:
@@ -151,9 +154,8 @@ class ModelLayers:
         return ModelCheck(self.model, self.backend, self.vocab_size, requests, settings, result)
 
 
-def _model(path: str, seed: int, device: str | None, longest: int) -> Any:
+def _facts(path: str) -> dict[str, Any]:
     try:
-        facts = read_config(path)
+        return read_config(path)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    return random_model(path, facts, seed, device, longest)
