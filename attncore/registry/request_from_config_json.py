@@ -17,6 +17,8 @@ _NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_size": ("head_dim",),
+    "dtype": ("dtype", "torch_dtype"),
+    "logits_soft_cap": ("attn_logit_softcapping",),
     "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 """What configurations call fields of a request, the usual name first."""

@@ -295,7 +295,7 @@ def test_a_graph_without_a_length_to_capture(build):
         (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help lists the options"),
         (["--layout", "flsh"], "--layout: invalid choice: 'flsh'"),
         (["--kernels", "c"], "--kernels: invalid choice: 'c'"),
-        (["-", "--kernels"], "--kernels: expected one argument"),
+        (["-", "--kernels"], "--kernels: no value given"),
         (["no-such-file"], "no-such-file cannot be read: No such file or directory"),
         (["/"], "/ cannot be read: Is a directory"),
     ],

@@ -1,6 +1,7 @@
 """``attncore explain``."""
 
 import json
+import re
 
 import pytest
 from lookalikes import REGISTRY
@@ -141,7 +142,7 @@ def test_a_package_that_no_plugin_requires_is_told(site, capsys):
     words = ["--assume", "cpu", "--backend", "acme", "--assume-package"]
     code, _, err = ask(capsys, *words, "Acme_Kernel==2.1")
     told = "no plugin installed here requires 'acme-kernel'; did you mean acme-kernels?"
-    assert (code, err) == (3, f"attncore explain: --assume-package: {told}\n")
+    assert (code, err) == (3, f"attncore explain: warning: --assume-package: {told}\n")
     assert ask(capsys, *words, "acme-kernels==2.1")[::2] == (0, "")
 
 
@@ -205,5 +206,22 @@ def test_a_preferred_backend_that_is_not_installed_is_said_and_no_error(site, ca
     assert code == 0
     assert "acme (attn-acme 1.0): chosen; preferred by the request" in out
     assert err == (
-        "attncore explain: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you mean acme?\n"
+        "attncore explain: warning: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you "
+        "mean acme?\n"
     )
+
+
+def test_a_misspelt_name_that_is_excluded_is_said_and_no_error(site, capsys):
+    """One that resembles none may be that of another machine's."""
+    site.plugin("acme")
+    code, out, err = ask(capsys, "--exclude", "acmee,flash,other")
+    assert code == 0
+    assert re.findall(r"^(\w+): no distribution .* correct the name(.*)", out, re.MULTILINE) == [
+        ("acmee", " (did you mean acme?), or leave it out of exclude"),
+        ("other", ", or leave it out of exclude"),
+    ]
+    assert err == (
+        "attncore explain: warning: --exclude: no backend 'acmee' is installed; installed: acme, reference; did you "
+        "mean acme?\n"
+    )
+    assert "correct the name, or install what provides it" in ask(capsys, "--prefer", "other", "--exclude", "other")[1]

@@ -24,7 +24,8 @@ from attncore.registry.request_from_config_json import in_words_of_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
 from attncore.replay.layers.cache_memory import check_cache_memory, no_memory
-from attncore.replay.layers.model_from_config import check_states, data_alone, random_model
+from attncore.replay.layers.model_from_config import check_states, checked_fields, data_alone, random_model
+from attncore.replay.layers.unread_fields import note_of_unread_fields
 from attncore.replay.model_error import (
     SMALLER_STEPS,
     ModelError,
@@ -52,7 +53,7 @@ class ModelLayers:
 
     ``longest`` is the number of tokens of the longest request; ``device`` None: a GPU where there is one. Layers of
     latent attention have latent caches. Raises ModelError where the file makes no model, NoBackendError where no
-    backend runs its layers.
+    backend runs its layers. ``note`` names fields of the file that change nothing.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class ModelLayers:
     ) -> None:
         facts = _facts(path)
         self.model = random_model(path, facts, settings.seed, device, longest)
+        note = note_of_unread_fields(self.model, checked_fields(path, facts))
+        self.note = f"{path}: {note}" if note else ""
         self.keeps_states = bool(recurrent_layers(self.model))
         if self.keeps_states:
             check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
