@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from attncore.integrations.transformers.model_layers import ModelLayer
     from attncore.replay.settings import Settings
 
-MOST = 0.9
-"""The part of the free memory that they may take: steps and checks need some beside them."""
+MOST = 0.75
+"""The part of the free memory that they may take: the largest tensor of a request may take the other quarter."""
 
 
 def check_cache_memory(
