@@ -356,6 +356,8 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
         if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
             axis, parts = self.kv_cache_block_axis(), [(src_kv_cache, dst_kv_cache)]
+            for name, whole in (("src_kv_cache", src_kv_cache), ("dst_kv_cache", dst_kv_cache)):
+                self._check_whole(name, whole, axis)
         else:
             views = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
             for name, kv_cache, shown in zip(
@@ -387,6 +389,16 @@ class AttentionBackend(FirstGenerationNames, ABC):
                 f"{name}: holds {held} bytes, of which kv_cache_views shows {shown} as keys and values; blocks of it "
                 f"are not copied by these views alone: give two whole caches of one tensor each, or override "
                 f"swap_blocks in {type(self).__name__}"
+            )
+
+    def _check_whole(self, name: str, kv_cache: Tensor, axis: int) -> None:
+        """ValueError where a tensor is no whole cache, such as the keys alone, whose blocks are along another axis."""
+        shape, found = list(self._shape(1)), list(kv_cache.shape)
+        if [*found[:axis], 1, *found[axis + 1 :]] != shape:
+            shown = ", ".join("blocks" if i == axis else str(size) for i, size in enumerate(shape))
+            raise ValueError(
+                f"{name}: a tensor of shape {tuple(found)} found; a whole cache of {type(self).__name__} has shape "
+                f"({shown}): give one for each layer, or a pair of views"
             )
 
     def kv_cache_block_axis(self) -> int:
