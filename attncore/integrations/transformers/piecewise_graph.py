@@ -48,6 +48,7 @@ class PiecewiseGraph:
         self._run, self._caches, self.pool = run, kv_caches, pool
         self._graphs: list[Any] = []
         self._calls: list[_Call] = []
+        self._parameters = kv_caches._sinks.current()
         self.num_tokens, self.output = 0, torch.empty(0, device="cpu")
 
     def replay(self, metadata: Any) -> Tensor:
@@ -55,7 +56,8 @@ class PiecewiseGraph:
 
         ``metadata`` is a step's, or a mapping of layer names to it where there are several KV-cache groups. Its tokens
         stand in front in the function's inputs. On a device without CUDA graphs the function runs again.
-        CaptureError where the step has more tokens than the capture, inside a capture, and after ``reset``.
+        CaptureError where the step has more tokens than the capture, inside a capture, after ``reset``, and where the
+        model was given other tensors as sinks since; what is written to those that it has is followed.
         """
         if not self._calls:
             raise CaptureError("replay: this graph was reset; capture another")
@@ -76,6 +78,14 @@ class PiecewiseGraph:
         return self.output
 
     def _replay(self, step: ForwardContext) -> None:
+        sinks = self._caches._sinks
+        if sinks:
+            if not sinks.are(self._parameters):
+                raise CaptureError(
+                    "replay: the model has other tensors as sinks than when this was captured, and graphs compute with "
+                    "those of then; capture another"
+                )
+            sinks.update()
         for graph, call in zip(self._graphs[:-1], self._calls, strict=True):
             graph.replay()
             impl, metadata = step.layer(call.layer)
@@ -159,6 +169,7 @@ def capture_between_attention(run: Callable[[], Tensor], kv_caches: PagedCaches,
     check_caches(kv_caches)
     kv_caches._check_called()
     kv_caches._refuse_states("capture_between_attention")
+    kv_caches._refuse_made_sinks("capture_between_attention")
     device = str(next(next(iter(kv_caches._names)).parameters()).device)
     if is_capturing(device):
         raise CaptureError("capture_between_attention: a stream is capturing; end that capture first")
