@@ -12,8 +12,8 @@ from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attncore.arguments import flag, optional_integer
 from attncore.builder.checked_backend import check_backend
 from attncore.integrations.model_sinks import ModelSinks
+from attncore.integrations.transformers.absorbed_projections import AbsorbedProjections, check_absorbed
 from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
-from attncore.integrations.transformers.latent_layers import check_absorbed
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 from attncore.ops.forward_context import ForwardContext
@@ -32,6 +32,7 @@ class PagedCaches(Mapping[str, Any]):
         states: StateCaches | None = None,
     ) -> None:
         self.impls, self._caches, self._names = impls, caches, names
+        self._absorbed = AbsorbedProjections()
         self._sinks, self._passes_sinks = ModelSinks(), set[str]()
         self.states = states
         """The states of recurrent layers; None: the model has none."""
@@ -60,7 +61,11 @@ class PagedCaches(Mapping[str, Any]):
         self._passes_sinks.add(layer.name)
 
     def _follow_weights(self) -> None:
-        """Brings up to date what attention keeps of the model's weights; before each forward pass."""
+        """Brings up to date what attention keeps of the model's weights, before each forward pass; ValueError where it
+        cannot.
+        """
+        if self._absorbed:
+            self._absorbed.look_again()
         if self._sinks:
             self._sinks.update()
 
@@ -159,6 +164,8 @@ def paged_caches(
     states = StateCaches(model, num_slots) if num_slots is not None else None
     found = PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
     for layer in layers:
+        if layer.use_mla:
+            found._absorbed.add(layer.name, layer.module)
         if layer.sinks is not None:
             found._follow_sinks(layer, made[layer.name])
     return found
@@ -173,6 +180,8 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextMa
     its group of states, so that a step runs once: a second forward pass continues the states behind the first.
     RuntimeError where the model's attention implementation is not ``attncore``, and where such a model's step has no
     group of states, or would continue states of a forward pass that failed.
+
+    ValueError on entering where a ``kv_b_proj`` was given an adapter or a hook, and cannot be absorbed any more.
 
     Layers attend by the sinks that the model's parameters have when the context is entered. Inside a capture it is the
     graph that reads them: it follows what is written to them in place, and has to be captured anew where the model is
