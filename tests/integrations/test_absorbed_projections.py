@@ -85,9 +85,7 @@ def rows_over(model):
 def test_what_is_put_beside_the_weight_later_is_refused(change, says):
     rows = rows_over(latent_model("deepseek_v3"))
     change(rows.model)
-    with pytest.raises(
-        ValueError, match=rf"^layer model\.layers\.1\.self_attn: .*{says}.*; it has changed since "
-    ):
+    with pytest.raises(ValueError, match=rf"^layer model\.layers\.1\.self_attn: .*{says}.*; it has changed since "):
         rows({1: SAID})
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, NoReturn
 
+from transformers.cache_utils import DynamicCache
+
 from attncore.integrations.transformers.checked_model import check_model
 from attncore.integrations.transformers.recurrent_layers import RECURRENT_LAYER_TYPES, recurrent_layers
 from attncore.show import counted
@@ -50,6 +52,28 @@ def refuse_positions(model: Any, is_decoder: bool) -> None:
         raise ValueError(
             f"model: {name} counts positions from {shifted}, after its padding token, and metadata from 0; of such "
             "models, encoders alone run, with position_ids = metadata.positions + padding_idx + 1"
+        )
+
+
+def refuse_forgetful_cache(model: Any) -> None:
+    """ValueError for a decoder none of whose layers has a window, while transformers' cache keeps the last tokens alone
+    of each: its own ``generate`` says something else then than it would over all tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    try:
+        kept = DynamicCache(config=config).layers
+    except Exception:  # of a configuration that such a cache is not for
+        return
+    windows = [layer.sliding_window for layer in kept if getattr(layer, "is_sliding", False)]
+    longest = getattr(config, "max_position_embeddings", None)
+    if windows and (longest is None or min(windows) < longest):
+        window = min(windows)
+        raise ValueError(
+            f"model: {type(model).__name__} has config.sliding_window {window}, by which transformers' cache keeps so "
+            "many tokens, and neither its layers nor its masks have a window, so that it would attend to all tokens; "
+            f"for requests no longer than {window} set config.max_position_embeddings of the loaded model to {window}; "
+            "for longer ones set config.sliding_window to None if the model was trained without a window, or take one "
+            "whose layers pass it"
         )
 
 
