@@ -359,6 +359,14 @@ def test_a_window_that_transformers_cache_alone_has_is_refused(kind):
         assert [layer.sliding_window for layer in attention_layers(model)] == [None, None]
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:.*deprecated:UserWarning")
+def test_a_dynamically_quantised_model_is_refused():
+    """It rounds each layer's input by its largest number, of whichever request."""
+    model = torch.ao.quantization.quantize_dynamic(decoder("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match=r"^model: model\.layers\.0\.self_attn\.q_proj is quantised dynamically"):
+        attention_layers(model)
+
+
 def test_a_causal_layer_that_runs_twice_is_refused():
     model = decoder("llama")
     model.model.layers[1] = model.model.layers[0]

@@ -37,6 +37,7 @@ def refuse_layers(model: Any) -> None:
             f"model: {name} makes each token's embedding of its neighbours' too, and so of other requests' where they "
             "run as one row; it runs without trigram_input alone"
         )
+    _refuse_dynamic_quantisation(model)
     _refuse_moving_frequencies(model, config)
 
 
@@ -59,9 +60,9 @@ def refuse_forgetful_cache(model: Any) -> None:
     """ValueError for a decoder none of whose layers has a window, while transformers' cache keeps the last tokens alone
     of each: its own ``generate`` says something else then than it would over all tokens.
     """
-    config = model.config.get_text_config(decoder=True)
     try:
-        kept = DynamicCache(config=config).layers
+        config = model.config.get_text_config(decoder=True)
+        kept: list[Any] = DynamicCache(config=config).layers
     except Exception:  # of a configuration that such a cache is not for
         return
     windows = [layer.sliding_window for layer in kept if getattr(layer, "is_sliding", False)]
@@ -133,6 +134,17 @@ def _first_position(model: Any) -> int:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
     return 0
+
+
+def _refuse_dynamic_quantisation(model: Any) -> None:
+    """ValueError for layers that round their inputs by the largest number of the whole row, of any request."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise ValueError(
+                f"model: {name} is quantised dynamically (torch.ao), by the largest number of a step's tokens, so that "
+                "a request would change those beside it; take the model before quantize_dynamic, or one of which the "
+                "weights alone are quantised"
+            )
 
 
 def _refuse_moving_frequencies(model: Any, config: Any) -> None:
