@@ -52,7 +52,7 @@ def test_what_is_taken_back_is_taken_back_once(start):
 
 @pytest.mark.parametrize("start", range(16))
 def test_an_array_of_the_host_is_no_array_of_objects(start):
-    batch, builder = padded_builder()
+    _, builder = padded_builder()
     metadata = builder.last_metadata
     assert metadata.host.seq_lens[0]  # first: what the first access imports
     without_memory(start, start + 1, getattr, metadata.host, "positions")
