@@ -235,7 +235,7 @@ class GraphTransport(CopyTransport):
                 self._seen[0] = step - 1
 
     def _may_have_arrived(self, step: int) -> bool:
-        return self._sender.published == step
+        return bool(self._sender.published == step)
 
     def check_ready(self) -> None:
         """Also raises CaptureError where the last step still waits for its replay."""
