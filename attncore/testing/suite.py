@@ -9,6 +9,7 @@ from __future__ import annotations
 from attncore.testing.checks import (
     adopted_steps,
     attend_without_writing,
+    captured_settings,
     captured_sizes,
     cross_attention,
     crossed_settings,
@@ -75,6 +76,7 @@ CHECKS = (
     own_list_builder,
     torch_operator,
     captured_sizes,
+    captured_settings,
     adopted_steps,
     options,
     synchronisation,

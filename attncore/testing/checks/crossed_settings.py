@@ -5,27 +5,24 @@ A backend has kernels of its own for such pairs, or leaves an argument out in on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from attncore.abstract import AttentionBackend
 from attncore.testing.engines.every_method_engine import EveryMethodEngine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.engines.run_long_contexts import LONGEST, run_long_contexts
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import (
     FEATURES,
     LONG_FEATURES,
     TOGETHER,
-    edges,
     in_one_layer,
     of_a_feature,
 )
-from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS
 
@@ -38,9 +35,7 @@ __all__ = [
     "test_long_contexts_with_a_feature",
     "test_long_contexts_with_large_heads",
 ]
-HEADS = {"num_heads": 4, "num_kv_heads": 2}  # as samples of features have values for
 LARGE_HEAD = 128
-MOST_VALUES = 256
 
 
 @covers("long contexts")
@@ -65,7 +60,7 @@ def test_long_contexts_with_large_heads(attncore_subject: Subject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_method_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
     """Short and long contexts, without a feature and with all that are declared."""
-    _require(dtype, attncore_subject.form.dtypes)
+    require_declared(dtype, attncore_subject.form.dtypes)
     _run(attncore_subject, f"dtype {dtype}", dtype=dtype)
 
 
@@ -73,16 +68,18 @@ def test_every_method_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
 @pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
 def test_every_method_in_a_layout(attncore_subject: Subject, layout: str) -> None:
     """The same in each layout of the cache."""
-    _require(layout, attncore_subject.form.kv_cache_layouts)
-    _run(attncore_subject, f"layout {layout}", kv_cache_layout=layout)
+    require_declared(layout, attncore_subject.form.kv_cache_layouts)
+    is_base = layout == attncore_subject.backend().config.kv_cache_layout
+    _run(attncore_subject, f"layout {layout}", long=not is_base, kv_cache_layout=layout)
 
 
 @covers("cache {kv_cache_dtype}")
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 def test_every_method_over_a_cache_dtype(attncore_subject: Subject, kv_cache_dtype: str) -> None:
     """The same over a cache of each dtype."""
-    _require(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
-    _run(attncore_subject, f"cache {kv_cache_dtype}", kv_cache_dtype=kv_cache_dtype)
+    require_declared(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
+    is_base = kv_cache_dtype == attncore_subject.request().kv_cache_dtype
+    _run(attncore_subject, f"cache {kv_cache_dtype}", long=not is_base, kv_cache_dtype=kv_cache_dtype)
 
 
 @covers("strided_kv_cache")
@@ -100,27 +97,10 @@ def test_every_method_with_a_value_head(attncore_subject: Subject) -> None:
     _run(attncore_subject, "a value head", head_size_v=value_head(attncore_subject))
 
 
-def value_head(subject: Subject) -> int:
-    """A declared size of values that is not the query's; UnsupportedError where there is none."""
-    form, base = subject.form, subject.request().head_size
-    if form.head_size_v is None or form.mla_only:
-        raise UnsupportedError("its spec declares no size of values but the query's")
-    others = [size for size in edges(form.head_size_v, MOST_VALUES) if size != base]
-    smaller = [size for size in others if size < base]
-    if not others:
-        raise UnsupportedError("its spec declares no size of values but the query's")
-    return max(smaller) if smaller else min(others)
-
-
-def _require(asked: str, declared: Collection[str]) -> None:
-    if asked not in declared:
-        raise UnsupportedError("its spec does not declare it")
-
-
 def _run(subject: Subject, what: str, cache: Any = None, *, long: bool = True, **changes: Any) -> None:
     """Short steps with all features, then long ones without any and with all, for the base request with ``changes``."""
     backend = subject.backend(**HEADS, **changes)
-    declared = _features_of(backend)
+    declared = features_of(backend)
     given: dict[str, Any] = {} if cache is None else {"cache": cache}
     with named(what, "all declared features"):
         features = in_one_layer(declared)
@@ -132,20 +112,3 @@ def _run(subject: Subject, what: str, cache: Any = None, *, long: bool = True, *
     if features := in_one_layer(declared, LONG_FEATURES):
         with named(what, "long contexts and all declared features"):
             run_long_contexts(backend, **given, **features)
-
-
-def _features_of(backend: AttentionBackend) -> Collection[str]:
-    """What the variant declares that was chosen: for another dtype it may be another than the base request's."""
-    return () if backend.spec is None else backend.spec.features
-
-
-@contextmanager
-def named(*what: str) -> Iterator[None]:
-    """Errors begin with what is crossed."""
-    try:
-        yield
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        worst = error.max_error if isinstance(error, ConformanceError) else None
-        raise ConformanceError(f"with {' and '.join(what)}: {told(error)}", worst) from error
