@@ -5,21 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
-from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
+from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, moves_slots
 from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.crossed import named, require_declared
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS
 
 __all__ = [
     "test_a_request_reads_a_copied_block",
     "test_a_slot_owns_its_part_of_its_block",
+    "test_blocks_are_copied_and_swapped_in_a_layout",
+    "test_blocks_are_copied_and_swapped_in_each_dtype",
     "test_blocks_are_copied_within_caches",
     "test_blocks_are_swapped_to_another_cache",
     "test_slots_are_moved_within_caches",
@@ -90,7 +95,41 @@ def test_slots_are_moved_within_caches(attncore_subject: Subject) -> None:
 @covers("copy and swap of blocks")
 def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
     """``swap_blocks`` copies blocks to another cache and leaves the source as it was."""
-    backend = attncore_subject.backend()
+    _check_swapped_blocks(attncore_subject.backend())
+
+
+@covers("copy and swap of blocks")
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_blocks_are_copied_and_swapped_in_a_layout(attncore_subject: Subject, layout: str) -> None:
+    """The same in each layout, with a cache of each dtype; of tokens, too, where they are moved."""
+    require_declared(layout, attncore_subject.form.kv_cache_layouts)
+    for kv_cache_dtype in KV_CACHE_DTYPES:
+        if kv_cache_dtype in attncore_subject.form.kv_cache_dtypes:
+            what = f"layout {layout} and cache {kv_cache_dtype}"
+            _check_all(attncore_subject, what, kv_cache_layout=layout, kv_cache_dtype=kv_cache_dtype)
+
+
+@covers("copy and swap of blocks")
+def test_blocks_are_copied_and_swapped_in_each_dtype(attncore_subject: Subject) -> None:
+    """The same for models of each dtype, whose caches have it."""
+    for dtype in DTYPES:
+        if dtype in attncore_subject.form.dtypes:
+            _check_all(attncore_subject, f"dtype {dtype}", dtype=dtype)
+
+
+def _check_all(subject: Subject, what: str, **changes: Any) -> None:
+    with named(what):
+        try:
+            backend = subject.backend(**changes)
+        except UnsupportedError:  # declared, but not together
+            return
+        check_copied_blocks(backend)
+        _check_swapped_blocks(backend)
+        if moves_slots(backend):
+            check_moved_slots(backend)
+
+
+def _check_swapped_blocks(backend: AttentionBackend) -> None:
     source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
     left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
     backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))

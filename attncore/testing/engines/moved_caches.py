@@ -33,13 +33,18 @@ def check_moved_slots(backend: AttentionBackend) -> None:
     """The same of ``move_slots``, whose moves cross blocks. UnsupportedError where the spec declares no ``tree_mask``
     and the class has no ``move_slots`` of its own.
     """
-    spec = backend.spec
-    if (spec is None or "tree_mask" not in spec.features) and type(backend).move_slots is AttentionBackend.move_slots:
+    if not moves_slots(backend):
         raise UnsupportedError("its spec does not declare tree_mask")
     size = backend.config.block_size
     last = NUM_BLOCKS * size - 1
     for moves in _orders([(size - 1, size), (size, size + 1), (last, 3 * size), (3 * size, last)]):
         _check(backend, "move_slots", "slot", moves)
+
+
+def moves_slots(backend: AttentionBackend) -> bool:
+    """Whether tokens are moved: of draft trees, or by a method of the backend's own."""
+    declared = backend.spec is not None and "tree_mask" in backend.spec.features
+    return declared or type(backend).move_slots is not AttentionBackend.move_slots
 
 
 def _orders(pairs: Pairs) -> list[Pairs]:
