@@ -41,7 +41,7 @@ STEPS = 10
 @covers("captured sizes")
 @pytest.mark.parametrize("feature", [*FEATURES, TOGETHER])
 def test_captured_sizes_with_a_feature(attncore_subject: Subject, feature: str) -> None:
-    """Each feature that is declared, and all: over short contexts, and over lengths that change from replay to replay."""
+    """Each feature that is declared, and all: over short contexts, and lengths that change from replay to replay."""
     require_captured(attncore_subject, 1)
     declared = attncore_subject.form.features
     short, long = (of_a_feature(feature, declared, samples) for samples in (FEATURES, LONG_FEATURES))

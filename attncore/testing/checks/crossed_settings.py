@@ -1,6 +1,6 @@
 """What a spec declares, crossed: features, long contexts and every method of a layer, in each dtype, layout and cache.
 
-A backend has kernels of its own for such pairs, or leaves an argument out in one of them: rows that try each alone pass.
+A backend has kernels of its own for such pairs, or leaves out an argument in one of them: tests of each alone pass.
 """
 
 from __future__ import annotations

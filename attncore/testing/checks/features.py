@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,7 +72,8 @@ def test_a_feature_that_is_a_tensor(attncore_subject: Subject, feature: str) -> 
     ((argument, numbers),) = FEATURES[feature].items()
     held = torch.tensor(numbers, dtype=getattr(torch, backend.config.dtype), device=backend.config.device)
     for given in (torch.tensor(numbers), torch.nn.Parameter(held, requires_grad=False)):
-        run_around_a_block(attncore_subject, backend, **{argument: given})
+        features: dict[str, Any] = {argument: given}
+        run_around_a_block(attncore_subject, backend, **features)
 
 
 @covers("alibi_standard")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
-from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, moves_slots
+from attncore.testing.engines.moved_caches import (
+    check_copied_blocks,
+    check_moved_slots,
+    check_swapped_blocks,
+    moves_slots,
+)
 from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import named, require_declared
@@ -95,7 +98,7 @@ def test_slots_are_moved_within_caches(attncore_subject: Subject) -> None:
 @covers("copy and swap of blocks")
 def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
     """``swap_blocks`` copies blocks to another cache and leaves the source as it was."""
-    _check_swapped_blocks(attncore_subject.backend())
+    check_swapped_blocks(attncore_subject.backend())
 
 
 @covers("copy and swap of blocks")
@@ -124,17 +127,9 @@ def _check_all(subject: Subject, what: str, **changes: Any) -> None:
         except UnsupportedError:  # declared, but not together
             return
         check_copied_blocks(backend)
-        _check_swapped_blocks(backend)
+        check_swapped_blocks(backend)
         if moves_slots(backend):
             check_moved_slots(backend)
-
-
-def _check_swapped_blocks(backend: AttentionBackend) -> None:
-    source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
-    left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
-    backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))
-    _check_blocks(left, {block: block for block in range(6)}, "the source after swap_blocks")
-    _check_blocks(right, {0: 5, 3: 1}, "swap_blocks of (5, 0), (1, 3)")
 
 
 @covers("copy and swap of blocks")
@@ -142,21 +137,3 @@ def test_a_request_reads_a_copied_block(attncore_subject: Subject) -> None:
     """A request whose block was copied and replaced goes on with the copy."""
     attncore_subject.require_phase("decode")
     run_with_a_copied_block(attncore_subject.backend())
-
-
-def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> CacheView:
-    """The cache with every element of block i at i + 1."""
-    view = CacheView(backend, kv_cache, num_blocks)
-    for block in range(num_blocks):
-        where = np.zeros((num_blocks, view.block_size), dtype=np.bool_)
-        where[block] = True
-        view.fill(where, block + 1.0)
-    return view
-
-
-def _check_blocks(view: CacheView, expected: dict[int, int], what: str) -> None:
-    for part, owner in zip(view.parts, view.owners, strict=True):
-        for block, number in expected.items():
-            found = part[block].cpu()[owner >= 0].float()
-            if not bool((found == number + 1).all()):
-                raise ConformanceError(f"{what}: block {block} should hold what block {number} held")

@@ -15,7 +15,7 @@ from attncore.testing.engines.captured_long_engine import SHORTER, CapturedLongE
 from attncore.testing.engines.engine import FP8, Engine
 from attncore.testing.engines.every_method_engine import EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
-from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
+from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, check_swapped_blocks
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
     run_batch,
@@ -100,11 +100,12 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
 
 @covers("latent attention")
 def test_latent_blocks_are_copied(attncore_subject: Subject) -> None:
-    """Within every cache, once in one that several layers have; a request whose block was copied and replaced goes on
-    with the copy."""
+    """Within every cache, once in one that several layers have, and to another; a request whose block was copied and
+    replaced goes on with the copy."""
     attncore_subject.latent.require_phase("decode")
     run_with_a_copied_block(_latent(attncore_subject))
     check_copied_blocks(_latent(attncore_subject))
+    check_swapped_blocks(_latent(attncore_subject))
 
 
 @covers("latent attention")

@@ -169,7 +169,9 @@ def test_block_ids_beyond_16_bits(attncore_subject: Subject) -> None:
 
 @covers("grouped heads")
 @pytest.mark.parametrize(
-    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2), (14, 2), (40, 8), (64, 8)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+    "heads",
+    [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2), (14, 2), (40, 8), (64, 8)],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}",
 )
 def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
     """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""

@@ -15,7 +15,6 @@ from attncore.testing.harness.errors import ConformanceError, told
 
 if TYPE_CHECKING:
     from attncore.builder import CommonAttentionMetadata
-
     from attncore.testing.engines.compare import StepRequest
 
 READS = "forward(..., write=False)"

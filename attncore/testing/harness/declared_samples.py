@@ -29,8 +29,8 @@ LONG_FEATURES: Mapping[str, Mapping[str, Any]] = {
     "alibi": {"alibi_slopes": (0.004, 0.0005, 0.002, 0.001)},
     "sinks": {"sinks": (9.0, 8.0, 10.0, 7.0)},
 }
-"""The same with values that show over a thousand keys, whose scores reach 10: a window of several hundred tokens, slopes
-that leave the first key its weight, sinks of the size of the sum."""
+"""The same with values that show over a thousand keys, whose scores reach 10: a window of several hundred tokens,
+slopes that leave the first key its weight, sinks of the size of the sum."""
 TOGETHER = "together"
 """In place of a feature: all that are declared."""
 MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
