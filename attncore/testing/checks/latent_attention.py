@@ -203,10 +203,11 @@ def test_latent_caches_in_fp8(attncore_subject: Subject, kind: str) -> None:
         backend = subject.backend(use_mla=True, kv_cache_dtype=dtype)
         scale = 4.0 if kind == "number" else torch.tensor([4.0])
         given = {"k_scale": scale, "v_scale": scale, "scale": backend.config.head_size**-0.5 / 4}
-        engine = EveryMethodEngine(backend, **given)
-        run_batch(engine, subject.around_a_block(backend.config.block_size))
-        run_decodes_alone(engine)
-        check_held_numbers(engine)
+        for make in (Engine, EveryMethodEngine):
+            engine = make(backend, **given)
+            run_batch(engine, subject.around_a_block(backend.config.block_size))
+            run_decodes_alone(engine)
+            check_held_numbers(engine)
 
 
 @covers("value head size")

@@ -48,11 +48,12 @@ def _features(backend: AttentionBackend, **scales: Any) -> dict[str, Any]:
 
 
 def _run(subject: Subject, backend: AttentionBackend, **scales: Any) -> None:
-    """Requests at the edges of blocks, by every method of a layer with these scales; and what its cache holds."""
-    engine = EveryMethodEngine(backend, **_features(backend, **scales))
-    run_batch(engine, subject.around_a_block(backend.config.block_size))
-    run_decodes_alone(engine)
-    check_held_numbers(engine)
+    """Requests at the edges of blocks, of a layer with these scales, and what its cache holds; then by every method."""
+    for make in (Engine, EveryMethodEngine):
+        engine = make(backend, **_features(backend, **scales))
+        run_batch(engine, subject.around_a_block(backend.config.block_size))
+        run_decodes_alone(engine)
+        check_held_numbers(engine)
 
 
 @covers("kv_scales")
