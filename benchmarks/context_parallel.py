@@ -8,6 +8,8 @@ of: ``one``, rank 0 alone over all keys while the others wait; ``ranks``, all ov
 ``step_us`` is the median time of a step, by CUDA events: of a graph where the backend can be captured. ``error`` is the
 largest difference between the two outputs, in the last layer, and ``scale`` the largest number in them; both in
 float32 of what is bfloat16. ``speed_up`` is one's time over ranks', ``sent_bytes`` what a rank sends each other one.
+``floor_us`` is the sum of rank 0's time alone over as many keys as a rank keeps, and of a graph of bare all-gathers of
+these bytes, one a layer; ``floor_speed_up`` is one's time over it.
 
 What a model computes beside its attention is the same on every rank, and is not in these figures.
 
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+from collective_floor import all_gather, collectives_us
 from gpu import machine
 
 import attncore
@@ -155,12 +158,28 @@ def measured(choice, ranks, args, count, context):
     return first, step_us, captured
 
 
+def bare_gathers_us(nbytes, layers, device):
+    """Microseconds of as many all-gathers as a step has, of as many bytes from each rank."""
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    received = sent.new_empty(dist.get_world_size() * nbytes)
+
+    def call():
+        for _ in range(layers):
+            all_gather(received, sent)
+
+    return collectives_us(call, device)
+
+
 def rows_of(choice, ranks, args, count, context):
     """Rows of one context and number of decodes; on other ranks than the first, none."""
-    shape, alone = SHAPES[args.shape], None
+    shape, alone, part_us = SHAPES[args.shape], None, None
     if not ranks.rank:
         alone = measured(choice, None, args, count, context)
+        part_us = measured(choice, None, args, count, context // ranks.world_size)[1]
     dist.barrier()
+    sent = Exchange((count, shape["num_heads"], shape["head_size"]), getattr(torch, shape["dtype"]), "cpu").nbytes
+    device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    gathers_us = bare_gathers_us(sent, shape["layers"], device)
     together = measured(choice, ranks, args, count, context)
     if ranks.rank:
         return []
@@ -169,9 +188,9 @@ def rows_of(choice, ranks, args, count, context):
         {**what, "way": way, "step_us": step_us, "captured": captured}
         for way, (_, step_us, captured) in (("one", alone), ("ranks", together))
     ]
-    sent = Exchange((count, shape["num_heads"], shape["head_size"]), getattr(torch, shape["dtype"]), "cpu").nbytes
     rows[1] |= {
         "speed_up": alone[1] / together[1], "sent_bytes": sent * shape["layers"],
+        "floor_us": part_us + gathers_us, "floor_speed_up": alone[1] / (part_us + gathers_us),
         "error": float((alone[0] - together[0]).abs().max()), "scale": float(alone[0].abs().max()),
     }  # fmt: skip
     return rows

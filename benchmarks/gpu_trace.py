@@ -16,9 +16,9 @@ from attncore.replay.settings import Settings
 from attncore.replay.traces.read_trace import read_trace
 
 HEADER, LINE = 640, 128
-A_TOKEN = (8, 8, 4)  # slot_mapping, positions, token_to_req_indices
-A_REQUEST = (4,) * 5  # seq_lens, context_lens, query_lens, logits_indices, paged_kv_last_page_len
-ONE_MORE = (4,) * 5  # query_start_loc, seq_start_loc, both again for the prefill view, paged_kv_indptr
+A_TOKEN = (8, 8)  # slot_mapping, positions
+A_REQUEST = (4, 4)  # logits_indices, and seq_lens, which the backend of these steps needs
+ONE_MORE = (4,)  # query_start_loc
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 16))
 
 

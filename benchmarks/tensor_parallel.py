@@ -10,6 +10,9 @@ decodes on the host's clock. ``tokens_per_s`` counts from the first step to the 
 by one's. ``agrees`` is the part of all tokens before the first that differs from one's: in bfloat16, sums of parts
 round otherwise.
 
+The floor of ranks is ``floor_us``: ``part_us``, the same graph of a model that is one rank's part, without collectives,
+and ``collectives_us``, a graph of the bare all-reduces of a step, two a layer, and the gathering of the logits.
+
 ``--device cpu --shapes tiny`` tries the code by gloo, without a GPU; its times mean nothing. Exit code 1 where tokens
 differ in float32.
 """
@@ -27,6 +30,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 import ranks as example  # noqa: E402
+from collective_floor import all_gather, collectives_us  # noqa: E402
 from compiled_engine import SIZE, Timed  # noqa: E402
 from gpu import machine  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -48,13 +52,15 @@ class TimedRank(Timed, example.FirstRank):
     """Rank 0, which keeps the time of each step of ``SIZE`` decodes."""
 
 
-def model_of(shape, device):
-    """The whole model, the same on every rank."""
+def model_of(shape, device, ranks=1):
+    """The whole model, the same on every rank; of several ``ranks``, one that is as large as a part of it."""
+    shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    shape = {name: value // ranks if name in shared else value for name, value in SHAPES[shape].items()}
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).eval()
+        model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
     torch.set_default_dtype(before)
     return model
 
@@ -75,12 +81,29 @@ def options_of(args, backend, compiled):
     }  # fmt: skip
 
 
+def bare_collectives_us(args, shape):
+    """Of one step of ``SIZE`` decodes, on this rank."""
+    sizes, world = SHAPES[shape], dist.get_world_size()
+    device = f"cuda:{torch.cuda.current_device()}" if args.device == "cuda" else "cpu"
+    kind = {"dtype": torch.bfloat16 if args.device == "cuda" else torch.float32, "device": device}
+    hidden = torch.zeros(SIZE, sizes["hidden_size"], **kind)
+    logits = torch.zeros(SIZE, sizes["vocab_size"] // world, **kind)
+    gathered = torch.empty(world * SIZE, *logits.shape[1:], **kind)
+
+    def call():
+        for _ in range(2 * sizes["num_hidden_layers"]):
+            dist.all_reduce(hidden)
+        all_gather(gathered, logits)
+
+    return collectives_us(call, device)
+
+
 def row_of(args, shape, backend, way, compiled):
     """One engine's figures, and what it said; None on other ranks than the first, which do what it says."""
-    alone, first = way == "one", not dist.get_rank()
+    alone, first = way != "ranks", not dist.get_rank()
     if alone and not first:
         return None
-    model = model_of(shape, args.device)
+    model = model_of(shape, args.device, dist.get_world_size() if way == "part" else 1)
     if not alone:
         model = shared_out(model, args.device)
     options, start = options_of(args, backend, compiled), time.perf_counter()
@@ -105,8 +128,9 @@ def row_of(args, shape, backend, way, compiled):
 
 def rows_of(args, shape, backend, compiled):
     """The rows of both ways, printed; on other ranks than the first, none."""
-    rows, said = [], None
-    for way in ("one", "ranks"):
+    rows, said, part_us = [], None, None
+    bare_us = bare_collectives_us(args, shape)
+    for way in ("part", "one", "ranks"):
         found = row_of(args, shape, backend, way, compiled)
         gc.collect()
         if args.device == "cuda":
@@ -116,10 +140,15 @@ def rows_of(args, shape, backend, compiled):
         if found is None:
             continue
         row, outputs = found
+        if way == "part":
+            part_us = row["decode_us"]
+            continue
         said = said or outputs
         row["agrees"] = agreement(said, outputs)
         if rows and row["decode_us"]:
-            row["part"] = row["decode_us"] / rows[0]["decode_us"]
+            floor_us = part_us + bare_us
+            row |= {"part_us": part_us, "collectives_us": bare_us, "floor_us": floor_us}
+            row |= {"part": row["decode_us"] / rows[0]["decode_us"], "floor_part": floor_us / rows[0]["decode_us"]}
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows

@@ -26,3 +26,5 @@ def test_ranks_say_what_one_says(tmp_path):
     assert ranks["agrees"] == 1
     assert one["decode_steps"] == ranks["decode_steps"] == 2
     assert ranks["part"] == pytest.approx(ranks["decode_us"] / one["decode_us"])
+    assert ranks["floor_us"] == ranks["part_us"] + ranks["collectives_us"] > ranks["collectives_us"] > 0
+    assert ranks["floor_part"] == pytest.approx(ranks["floor_us"] / one["decode_us"])

@@ -49,6 +49,7 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
     """
     check_caches(kv_caches)
     kv_caches._refuse_states("compile_layers")
+    kv_caches._refuse_made_sinks("compile_layers")
     _refuse_shared(kv_caches)
     counts = _numbers_of_tokens(kv_caches)
     if flag("fuse", fuse):
