@@ -45,7 +45,11 @@ class ModelSinks:
         now = self.current()
         if any(map(operator.is_not, now, self._seen)):
             self._replaced(now)
-        write_sinks(self._held, now)
+        try:
+            write_sinks(self._held, now)
+        except RuntimeError:
+            self._replaced(now, anew=True)  # which says of what layer the numbers are too few or too many
+            raise
         for tell in self._tell:
             tell()
 
@@ -57,12 +61,14 @@ class ModelSinks:
         """The parameters."""
         return [parameters.get(key) for parameters, key in self._places]
 
-    def _replaced(self, now: list[Any]) -> None:
-        """Layers have other tensors, of any dtype and on any device: they are checked as those of ``impl`` are."""
+    def _replaced(self, now: list[Any], *, anew: bool = False) -> None:
+        """Layers have other tensors, of any dtype and on any device: they are checked as those of ``impl`` are, or all
+        ``anew``.
+        """
         for (name, impl), sinks, seen in zip(self._layers, now, self._seen, strict=True):
             if sinks is None:
                 raise ValueError(f"layer {name}: its sinks are gone from where they were; make the caches anew")
-            if sinks is not seen:
+            if anew or sinks is not seen:
                 try:
                     impl.set_sinks(sinks)
                 except ValueError as error:

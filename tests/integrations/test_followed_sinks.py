@@ -176,3 +176,13 @@ def test_attention_between_graphs_follows_what_is_written_and_refuses_other_tens
     assigned(model, decoder("gpt_oss"))
     with pytest.raises(CaptureError, match=r"^replay: the model has other tensors as sinks"):
         graph.replay(metadata)
+
+
+def test_sinks_of_another_number_name_their_layer():
+    model = decoder("gpt_oss")
+    engine = Engine(model, **POOL)
+    model.model.layers[1].self_attn.sinks.data = torch.zeros(2, 2)
+    request = engine.add_request([3, 4], 2)
+    while request.error is None:
+        engine.step()
+    assert str(request.error).startswith("layer model.layers.1.self_attn: sinks: ")

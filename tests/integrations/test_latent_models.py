@@ -184,10 +184,7 @@ class Packed(torch.nn.Linear):
     ("kind", "says"),
     [
         (Quantised, "kv_b_proj, a Quantised, has no matrix of floats of two bytes or more"),
-        (
-            Packed,
-            "kv_b_proj, a Packed, cannot be compared .*: NotImplementedError: packed_mm: no kernel for",
-        ),
+        (Packed, "kv_b_proj, a Packed, may compute more than the product with its weight"),
     ],
 )
 def test_quantised_weights_are_refused_and_an_engine_has_plain_caches(kind, says):
@@ -199,10 +196,9 @@ def test_quantised_weights_are_refused_and_an_engine_has_plain_caches(kind, says
             projection.scale = projection.weight.data.abs().max() / 448
             weight = (projection.weight.data / projection.scale).to(torch.float8_e4m3fn)
             projection.weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match=rf"^layer model\.layers\.0\.self_attn: {says}") as raised:
+    with pytest.raises(ValueError, match=rf"^layer model\.layers\.0\.self_attn: {says}"):
         use_latent_caches(model)
     if kind is Packed:
-        assert isinstance(raised.value.__cause__, NotImplementedError)
         return
     engine = Engine(model, num_blocks=12, block_size=BLOCK)
     assert not engine.backend.config.use_mla
@@ -240,7 +236,7 @@ def test_what_is_computed_beside_the_weight_is_refused(what, dtype):
     else:
         layer.kv_b_proj.register_forward_hook(lambda module, given, found: found * 2)
     for look in (use_latent_caches, lambda model: paged_caches(model, backend, 4)):
-        with pytest.raises(ValueError, match=r"^layer model\.layers\.1\.self_attn: kv_b_proj, a \w+, computes more"):
+        with pytest.raises(ValueError, match=r"^layer model\.layers\.1\.self_attn: kv_b_proj, a \w+, may compute more"):
             look(model)
 
 

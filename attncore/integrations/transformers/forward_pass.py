@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
@@ -198,12 +199,21 @@ def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: P
     if impls is kv_caches.impls:  # a step, and no run of what stands in for them
         kv_caches._follow_weights()
     context = ForwardContext(metadata, impls, kv_caches._by_address)
-    with context, attending_by(_CachedAttention(context, kv_caches)):
-        if kv_caches.states is None:
-            yield
-        else:
-            with kv_caches.states.running(metadata):
-                yield
+    around = nullcontext() if kv_caches.states is None else kv_caches.states.running(metadata)
+    hooks = guards_for_hooks() if kv_caches._compiled else nullcontext()
+    with context, attending_by(_CachedAttention(context, kv_caches)), around, hooks:
+        yield
+
+
+class guards_for_hooks:  # noqa: N801  (a context manager; one of a generator takes twice as long)
+    """Has torch.compile tell layers that share a graph apart by their hooks, too: by default it looks at no hook."""
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        self._before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
+
+    def __exit__(self, *error: object) -> None:
+        torch._dynamo.config.skip_nnmodule_hook_guards = self._before
 
 
 class _Reader:
