@@ -19,8 +19,8 @@ import numpy as np
 
 from attncore.slots import PAD_SLOT_ID, compute_slot_mapping
 
-BLOCK, CONTEXT = 16, 8192
-TOKENS = (1, 16, 512, 8192)
+BLOCK, CONTEXT = 16, 8191  # two tokens lie in two blocks
+TOKENS = (1, 2, 16, 512, 8192)
 KINDS = ("list", "int32", "profiling run")
 
 

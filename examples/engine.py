@@ -37,6 +37,8 @@ class Engine(TakesPrompts, Worker):
     With graphs a step's tokens are read behind the launch of the next one, or of up to ``ahead`` next ones (0: before
     it). A request that a stop token ends has run some for nothing then.
 
+    Weights that are loaded later are used, and blocks of prefixes that were computed before stay: make another engine.
+
     Where a step fails, its requests run again, one at a time, past the tokens that they failed at. One that fails alone
     is dropped: ``step`` returns it with its ``error``, and all others finish."""
 

@@ -70,6 +70,9 @@ def test_output_and_pairs_and_no_cache(step):
 
     with attncore.forward_context(metadata, {"a": Sees()}):
         found = attncore.attention(query, key, value, None, layer_name="a", head_size_v=4)
+        for size, why in ((-1, "-1 is below 1"), (0, "0 is below 1"), ("4", "'4' is not an integer")):
+            with pytest.raises((ValueError, TypeError), match=f"^head_size_v: {why}"):
+                attncore.attention(query, key, value, None, layer_name="a", head_size_v=size)
     assert seen == [None]
     assert found.shape == (5, 4, 4)
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
 from attncore.abstract import scales
+from attncore.abstract.sinks import own_sinks, write_sinks
 from attncore.arguments import flag  # by its module: a name that the package lacks loads difflib
 from attncore.quoted import type_name
 from attncore.show import angled, counted, guarded, short
@@ -70,9 +71,11 @@ class AttentionLayer(Protocol):
 class AttentionImpl(ABC):
     """One layer's attention. Made at start-up by ``backend.impl``; ``forward`` runs in every step, through no hook.
 
-    ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``k_scale`` and ``v_scale`` multiply
-    what an fp8 cache holds: floats, or float32 tensors on the device, (1,) or (num_kv_heads,). ``attn_type`` is handed
-    over for layers that are not of type ``decoder`` only, so that a class that knows of no other need not take it.
+    ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``backend.impl`` gives sinks as a
+    float32 tensor (num_heads,) of the layer's own on the device, which ``set_sinks`` writes to. ``k_scale`` and
+    ``v_scale`` multiply what an fp8 cache holds: floats, or float32 tensors on the device, (1,) or (num_kv_heads,).
+    ``attn_type`` is handed over for layers that are not of type ``decoder`` only, so that a class that knows of no
+    other need not take it.
     """
 
     __writer: Any = None
@@ -134,6 +137,31 @@ class AttentionImpl(ABC):
 
         Nothing by default: for a class that keeps something which it made of them. It must not refuse, and writes in
         place what a captured graph reads.
+        """
+
+    def set_sinks(self, sinks: Any) -> None:
+        """Sets the sinks of a layer that has some: where they come after it, or change, with the weights.
+
+        Of the kinds that ``backend.impl`` takes. They are written to ``self.sinks`` in place, on the current stream, so
+        that captured graphs see them. Called by the engine between steps, or before the layer inside a capture, whose
+        replays then read the tensor that was given. ValueError as of ``impl``, and for a layer without sinks, which is
+        planned and compiled without; a refused call changes nothing.
+        """
+        if self.sinks is None:
+            raise ValueError(f"sinks: layer {short(self.layer_name)} was made without; make it with sinks")
+        new = own_sinks(sinks, self.backend.config)
+        if scales.is_tensor(self.sinks):
+            write_sinks([self.sinks], [new])  # type: ignore[list-item]
+        else:  # of a layer that no backend.impl has made
+            self.sinks = new
+        self.sinks_changed()
+
+    def sinks_changed(self) -> None:  # noqa: B027
+        """Called by ``set_sinks``, and by who writes to ``sinks`` in place: their values are others now.
+
+        Nothing by default: a class that reads ``self.sinks`` where it runs, or hands that tensor to its kernel, needs
+        nothing. For one that keeps something which it made of them: it writes in place what a captured graph reads,
+        without waiting for the device.
         """
 
     def calculate_kv_scales(self, key: Tensor, value: Tensor | None) -> None:

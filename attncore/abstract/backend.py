@@ -14,6 +14,7 @@ from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.abstract.layer_arguments import checked_name, checked_per_head
+from attncore.abstract.sinks import own_sinks, own_tensor
 from attncore.arguments import float32_number, integer, optional_integer
 from attncore.quoted import quoted
 from attncore.show import angled, counted, guarded, short
@@ -86,7 +87,8 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
 
         ``k_scale`` and ``v_scale`` are numbers, or tensors with one element or one for each key/value head, of which
-        the layer keeps a copy; ``impl.set_scales`` changes them.
+        the layer keeps a copy; ``impl.set_scales`` changes them. Of ``sinks`` and ``alibi_slopes`` it keeps a copy too;
+        ``impl.set_sinks`` changes the sinks, and slopes stay what they were.
 
         Raises ValueError naming the argument where it is out of range, asks for a feature that the spec does not
         declare, or makes no sense for the type of attention.
@@ -100,7 +102,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         if alibi_slopes is not None:
             alibi_slopes = checked_per_head("alibi_slopes", alibi_slopes, self.config.num_heads)
         if sinks is not None:
-            sinks = checked_per_head("sinks", sinks, self.config.num_heads)
+            checked_per_head("sinks", sinks, self.config.num_heads)
         self._check_declared(
             sliding_window=("sliding_window", sliding_window is not None),
             logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),
@@ -112,6 +114,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
             ),
         )
         k_scale, v_scale = self.own_scales(k_scale, v_scale)
+        if sinks is not None:
+            sinks = own_sinks(sinks, self.config)
+        if scales.is_tensor(alibi_slopes):
+            alibi_slopes = own_tensor(alibi_slopes, self.config)  # type: ignore[arg-type]
         key = PlanKey(scale, sliding_window, logits_soft_cap, attn_type)
         # A class that knows decoder layers only need not take the argument.
         other_type = {} if attn_type is AttentionType.DECODER else {"attn_type": attn_type}
@@ -356,6 +362,8 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
         if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
             axis, parts = self.kv_cache_block_axis(), [(src_kv_cache, dst_kv_cache)]
+            for name, whole in (("src_kv_cache", src_kv_cache), ("dst_kv_cache", dst_kv_cache)):
+                self._check_whole(name, whole, axis)
         else:
             views = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
             for name, kv_cache, shown in zip(
@@ -387,6 +395,16 @@ class AttentionBackend(FirstGenerationNames, ABC):
                 f"{name}: holds {held} bytes, of which kv_cache_views shows {shown} as keys and values; blocks of it "
                 f"are not copied by these views alone: give two whole caches of one tensor each, or override "
                 f"swap_blocks in {type(self).__name__}"
+            )
+
+    def _check_whole(self, name: str, kv_cache: Tensor, axis: int) -> None:
+        """ValueError where a tensor is no whole cache, such as the keys alone, whose blocks are along another axis."""
+        shape, found = list(self._shape(1)), list(kv_cache.shape)
+        if [*found[:axis], 1, *found[axis + 1 :]] != shape:
+            shown = ", ".join("blocks" if i == axis else str(size) for i, size in enumerate(shape))
+            raise ValueError(
+                f"{name}: a tensor of shape {tuple(found)} found; a whole cache of {type(self).__name__} has shape "
+                f"({shown}): give one for each layer, or a pair of views"
             )
 
     def kv_cache_block_axis(self) -> int:

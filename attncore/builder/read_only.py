@@ -18,6 +18,8 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     call gives an array of its own: one whose shape is changed changes no other.
     """
     shown: npt.NDArray[Any] = np.asarray(_exporter()(array))
+    if shown.dtype.hasobject:  # NumPy takes a buffer that it has no memory to describe for an object
+        raise MemoryError("no memory for a view of an array")
     return shown
 
 

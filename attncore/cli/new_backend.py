@@ -82,6 +82,11 @@ def names(name: str) -> dict[str, str]:
     for known, owner in KNOWN.items():  # `flash.` would be installed in the place of attn-flash
         if known == "-".join(parts) or owner.distribution == distribution:
             raise ValueError(f"NAME: {name!r} belongs to {owner.distribution}; choose another")
+    if re.search(r"[-_.]([-_.]|$)", name):  # a distribution's name keeps none of them
+        raise ValueError(
+            f"NAME: {name!r} has a separator at its end, or two in a row, and {distribution} is the distribution of "
+            f"{'-'.join(parts)!r}, too; give that name, or another"
+        )
     major, minor, *_ = __version__.split(".")
     return {
         "name": name,

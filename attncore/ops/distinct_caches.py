@@ -24,6 +24,8 @@ def distinct_caches(kv_caches: Iterable[Any], views: Callable[[Any], Iterable[Te
     are none, by their own tensors. What is no tensor counts by identity. ValueError naming ``kv_caches`` where two
     share memory and are not the same: a part of them would move twice.
     """
+    if isinstance(kv_caches, Tensor):
+        raise ValueError("kv_caches: a tensor found; give a list of one cache for each layer")
     caches = list({id(kv_cache): kv_cache for kv_cache in kv_caches}.values())
     if len(caches) < 2:
         return caches

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncore.arguments import flag
+from attncore.arguments import flag, integer
 from attncore.ops.forward_context import here
 
 
@@ -32,7 +32,7 @@ def attention(
     The tensors are those of ``AttentionImpl.forward``; ``kv_cache`` is a tensor, a pair of them, or None in a profiling
     run. Without ``write`` it attends and writes nothing to the cache. Returns ``output``, or a new (T, num_heads,
     head_size_v) like ``query``. Runs under ``torch.compile`` without a graph break. RuntimeError outside a forward
-    context, KeyError for a layer that is not in it, ValueError for an empty name.
+    context, KeyError for a layer that is not in it, ValueError for an empty name and a ``head_size_v`` below 1.
 
     Under ``torch.compile(dynamic=True)`` a cache has to begin where its storage does: give the whole cache as one
     tensor, or halves of separate storage. With a view at an offset, such as ``kv_cache[1]``, inductor calls the
@@ -40,6 +40,8 @@ def attention(
     """
     if not layer_name:  # the operator of compiled layers takes it for "by the cache"
         raise ValueError(f"layer_name: {layer_name!r} found; give the layer's name in the forward context")
+    if head_size_v is not None and not (isinstance(head_size_v, int) and head_size_v > 0):
+        head_size_v = integer("head_size_v", head_size_v, 1)  # compiled code has no call then
     if output is None:
         output = torch.empty_like(query) if head_size_v is None else query.new_empty((*query.shape[:2], head_size_v))
     caches = [] if kv_cache is None else [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)

@@ -89,6 +89,10 @@ class _ImplOverRanks(AttentionImpl):
         for impl in {self._whole, self._mine, self._context} - {None}:
             impl.set_scales(self.k_scale, self.v_scale)  # type: ignore[union-attr]
 
+    def sinks_changed(self) -> None:
+        """See the base class."""
+        self._whole.set_sinks(self.sinks)
+
     def forward(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata,
         output: Tensor | None = None, *, write: bool = True,

@@ -355,8 +355,8 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
             )
         check_strided("source", a)
         check_written("target", b)
-    pairs = _checked_pairs(block_pairs, sources[0].shape[0], targets[0].shape[0])
-    _copy(sources, targets, pairs)
+    counts = (min(part.shape[0] for part in parts) for parts in (sources, targets))
+    _copy(sources, targets, _checked_pairs(block_pairs, *counts))
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor], pairs: NDArray[np.int64]) -> None:

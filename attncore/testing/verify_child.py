@@ -16,11 +16,16 @@ from attncore.process_end import run_as_child
 from attncore.quoted import describe_error
 from attncore.registry.child_process import tell
 from attncore.registry.choice.select import select
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncore.testing.engines.engine import Engine
+
+
+MOST_WINDOW = 1024
+"""Contexts go beyond a window of up to so many tokens: dense attention takes memory by the square of their length."""
 
 
 def main(question: str, answer: str) -> None:
@@ -45,19 +50,24 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
     import torch
 
     from attncore.testing.engines.compare import close, differs
-    from attncore.testing.engines.engine import Engine
+    from attncore.testing.engines.engine import NUM_BLOCKS, Engine
     from attncore.testing.harness.errors import ConformanceError
 
     torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
     names = ("sliding_window", "logits_soft_cap")
     features = {name: asked[name] for name in names if asked.get(name) is not None}
-    tested = Engine(backend, **features)
+    window = features.get("sliding_window") or 0
+    reached = window if window <= MOST_WINDOW else 0
+    num_blocks = max(NUM_BLOCKS, len(_around(reached, 0)) * (reached // backend.config.block_size + 3))
+    tested = Engine(backend, num_blocks=num_blocks, **features)
     against, other = "dense float32 attention", None
     if backend.name != "reference":
-        other = Engine(_reference(backend.config), grid=tested.grid, **features)
+        other = Engine(_reference(backend.config), num_blocks=num_blocks, grid=tested.grid, **features)
         against = f"reference and {against}"
+    if window > reached:
+        against += f", in contexts that the window of {counted(window, 'token')} does not cut"
     steps, worst, message = 0, 0.0, ""
-    for batch in _batches(tested):
+    for batch in _batches(tested, reached):
         steps += 1
         try:
             found = _run(tested, batch)
@@ -83,8 +93,13 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _batches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """Steps of requests of (context, tokens), their lengths around a block's edge."""
+def _around(window: int, size: int) -> list[int]:
+    """Contexts whose keys a window begins to cut; none without one."""
+    return [max(window - 1, 1), window, window + 1, window + size] if window else []
+
+
+def _batches(engine: Engine, window: int) -> Iterator[list[tuple[int, int]]]:
+    """Steps of requests of (context, tokens), their lengths around a block's edge, and around the ``window``."""
     size = engine.block_size
     contexts = sorted({1, max(1, size - 1), size, size + 1, 3 * size})
     if "prefill" in engine.phases:
@@ -94,6 +109,8 @@ def _batches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
         yield [(context, 1) for context in contexts]
     if len(engine.phases) > 1:
         yield [(context, 1 + context % 2 * size) for context in contexts]
+    for tokens in [count for phase, count in (("decode", 1), ("prefill", 3)) if phase in engine.phases and window]:
+        yield [(context, tokens) for context in _around(window, size)]
 
 
 def _run(engine: Engine, batch: list[tuple[int, int]]) -> Tensor:

@@ -128,6 +128,14 @@ def test_names_that_are_taken_are_refused(tmp_path, capsys, name):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "of"), [("acme_", "acme"), ("a..b", "a-b"), ("a.-b", "a-b"), ("a-b.", "a-b")])
+def test_names_of_anothers_distribution_are_refused(tmp_path, capsys, name, of):
+    assert main(["new-backend", name, str(tmp_path / "x")]) == 2
+    said = capsys.readouterr().err
+    assert f"NAME: {name!r} has a separator at its end, or two in a row, and attn-{of} is the distribution of" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_holds_something_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine").write_text("precious")
     assert main(["new-backend", "acme", str(tmp_path)]) == 2

@@ -177,3 +177,39 @@ def test_layers_without_a_cache_keep_their_names():
             found.append(model(**given).last_hidden_state)
     assert graphs() == 2 * len(caches)
     assert torch.equal(*found)
+
+
+def tripled(module, given, output):
+    return output * 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hooked", [[0], *(pytest.param(one, marks=pytest.mark.slow) for one in ([1], [0, 1]))])
+def test_layers_that_share_a_graph_run_their_own_hooks(hooked, when):
+    model = decoder("llama")
+    engine = Engine(model, **POOL)
+
+    def hook():
+        for index in hooked:
+            model.model.layers[index].self_attn.o_proj.register_forward_hook(tripled)
+
+    if when == "before":
+        hook()
+    compile_layers(model, engine.caches, backend="eager")
+    if when == "after":
+        engine.complete(PROMPTS[:1], 2)
+        hook()
+    expected = Engine(model, **POOL).complete(PROMPTS[1:], 6)
+    assert engine.complete(PROMPTS[1:], 6) == expected
+    assert torch._dynamo.config.skip_nnmodule_hook_guards, "as it was outside"
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_layers_are_compiled_again(fuse):
+    model = decoder("llama")
+    engine = Engine(model, **POOL)
+    compile_layers(model, engine.caches, backend="eager", fuse=fuse)
+    model.load_state_dict(decoder("llama", seed=5).state_dict(), assign=True)
+    compile_layers(model, engine.caches, backend="eager", fuse=fuse)
+    expected = Engine(model, **POOL).complete(PROMPTS, 6)
+    assert engine.complete(PROMPTS, 6) == expected

@@ -121,6 +121,27 @@ def test_an_engine_in_graphs_says_what_it_says_without(backend, late):
         engine.close()
 
 
+@pytest.mark.parametrize("backend", ["rocm", "flash"])
+def test_captured_decodes_attend_by_sinks_that_were_loaded_later(backend):
+    """In place: of a graph over other tensors nobody can say which it reads."""
+    model, other = (decoder("gpt_oss", seed=seed, **SHAPE).cuda().bfloat16() for seed in range(2))
+    try:
+        select_for_model(model, backend=backend, cuda_graph="uniform_decode")
+    except NoBackendError as error:
+        pytest.skip(f"{backend} does not run gpt_oss here: {str(error).splitlines()[0]}")
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        layer.self_attn.sinks.data.fill_(4.0)
+    options = {"num_blocks": 64, "max_num_reqs": 8, "backend": backend, "graph_sizes": (1, 2, 4)}
+    engine = Engine(model, **options)
+    before = engine.complete([[7] * 40, [5] * 20], 24)
+    for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(new)  # as loaders of weights do
+    engine.pool = type(engine.pool)(engine.num_blocks)  # no block is of the weights before
+    found = engine.complete([[7] * 40, [5] * 20], 24)
+    assert found == Engine(other, **options).complete([[7] * 40, [5] * 20], 24) != before
+
+
 def test_close_gives_the_memory_of_graphs_and_caches_back():
     model = decoder("llama", **SHAPE).cuda().bfloat16()
     try:

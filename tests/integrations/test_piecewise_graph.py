@@ -104,6 +104,26 @@ def test_caches_of_another_kind_are_refused(model, caches):
             call()
 
 
+def test_what_is_no_function_and_what_is_no_step_is_said(model):
+    engine = engine_of(model)
+    with pytest.raises(TypeError, match=r"^run: NoneType found; give a function without arguments that runs the model"):
+        capture_between_attention(None, engine.caches)
+    graph, metadata = captured(engine), step(engine, 3)
+    with (
+        attncore_context(metadata, engine.caches),
+        pytest.raises(CaptureError, match=r"^capture_between_attention: inside a context of a step; capture outside"),
+    ):
+        captured(engine)
+    first, second = engine.caches
+    for given, what in ((None, "NoneType"), (3, "int"), ({first: metadata, second: 3}, "int")):
+        with pytest.raises(TypeError, match=f"^metadata: {what} found; give a step's metadata, or a mapping of layer"):
+            graph.replay(given)
+    for given, lacks in (({}, first), ({first: metadata}, second)):
+        with pytest.raises(ValueError, match=f"^metadata: a mapping without layer {lacks}; give each layer"):
+            graph.replay(given)
+    assert torch.equal(graph.replay({first: metadata, second: metadata}), graph.replay(metadata))
+
+
 def test_nothing_is_replayed_after_a_reset(model):
     engine = engine_of(model)
     graph = captured(engine)

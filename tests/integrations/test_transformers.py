@@ -327,7 +327,7 @@ def test_a_decoder_whose_masks_are_for_an_encoder_is_refused(window):
             {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
             [None, 5],
         ),
-        ("LlamaForCausalLM", "LlamaConfig", {"sliding_window": 5}, [None, None]),
+        ("LlamaForCausalLM", "LlamaConfig", {"sliding_window": 256}, [None, None]),
         (
             "Gemma3ForCausalLM",
             "Gemma3TextConfig",
@@ -344,6 +344,27 @@ def test_a_window_in_the_configuration_that_no_mask_holds_alone_is_not_refused(k
     before = model.config._attn_implementation
     assert [layer.sliding_window for layer in attention_layers(model)] == windows
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("kind", ["Moshi", "Llama"])
+def test_a_window_that_transformers_cache_alone_has_is_refused(kind):
+    """Moshi is made so; a Llama's configuration may hold the field, which its layers do not read."""
+    more = {"ffn_dim": 96} if kind == "Moshi" else {"intermediate_size": 96}
+    model = _other(f"{kind}ForCausalLM", f"{kind}Config", **more, num_hidden_layers=2, sliding_window=9)
+    says = rf"^model: {kind}ForCausalLM has config\.sliding_window 9, by which transformers' cache keeps so many tokens"
+    with pytest.raises(ValueError, match=says):
+        attention_layers(model)
+    for now in ({"sliding_window": None}, {"sliding_window": 9, "max_position_embeddings": 9}):
+        vars(model.config).update(now)
+        assert [layer.sliding_window for layer in attention_layers(model)] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:.*deprecated:UserWarning")
+def test_a_dynamically_quantised_model_is_refused():
+    """It rounds each layer's input by its largest number, of whichever request."""
+    model = torch.ao.quantization.quantize_dynamic(decoder("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match=r"^model: model\.layers\.0\.self_attn\.q_proj is quantised dynamically"):
+        attention_layers(model)
 
 
 def test_a_causal_layer_that_runs_twice_is_refused():

@@ -173,7 +173,10 @@ def test_scales_and_blocks_are_those_of_the_backend(alone):
     assert (cache[:, 2] == 5).all()
     backend.swap_blocks(cache, cache, [(0, 1)])
     assert not cache[:, 1].any()
-    backend.impl("layer", scale=0.3).set_scales(1.0, 1.0)
+    layer = backend.impl("layer", scale=0.3, sinks=[0.0] * inner.config.num_heads)
+    layer.set_scales(1.0, 1.0)
+    layer.set_sinks([2.0] * inner.config.num_heads)
+    assert layer._mine.sinks.tolist() == [2.0] * inner.config.num_heads
     assert backend.plan_keys == inner.plan_keys != ()
     backend.forget_layers()
     assert inner.plan_keys == ()

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncore.abstract import BackendConfig
 from attncore.dense import dense_attention
+from attncore.reference import ReferenceBackend
 from attncore.reference import causal as paged_attention
 from attncore.reference.scoring import Scoring, explicit, fused
 
@@ -206,3 +208,12 @@ def test_copy_on_write_and_swap_through_the_backend(paged_case):
     case.check()
     with pytest.raises(ValueError, match=r"^block_pairs: "):
         case.backend.copy_blocks([case.cache], [(0, 4)])
+
+
+def test_blocks_that_the_values_do_not_have_are_refused_before_the_keys_are_written():
+    backend = ReferenceBackend(BackendConfig(2, 2, 8, "float32", 4))
+    keys, values = torch.randn(8, 4, 2, 8), torch.randn(4, 4, 2, 8)
+    before = keys.clone()
+    with pytest.raises(ValueError, match=r"^block_pairs: "):
+        backend.swap_blocks((keys, values), (keys, values), [[0, 7]])
+    assert torch.equal(keys, before)

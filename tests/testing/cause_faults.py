@@ -10,7 +10,7 @@ CAUSE_FAULTS = (
         forward(
             """
 answer = whole(query, key, value, kv_cache, metadata, output)
-if metadata.num_decodes == 130:
+if metadata.num_decodes == 260:
     answer[:2] = answer[:2].flip(0)
 return answer
 """
@@ -22,7 +22,7 @@ return answer
         "read the keys of request",
         forward(
             """
-if metadata.num_decodes == 130:
+if metadata.num_decodes == 260:
     table, lens = metadata.host.block_table.copy(), metadata.host.seq_lens.copy()
     table[0], lens[0] = table[1], lens[1]
     whole(query, key, value, kv_cache, metadata, output)
@@ -101,8 +101,8 @@ return answer if output is None else output.copy_(answer)
         forward(
             """
 answer = whole(query, key, value, kv_cache, metadata, output)
-first = metadata.num_decodes == 130 and not self.__dict__.setdefault("seen", 0)
-self.seen = metadata.num_decodes == 130
+first = metadata.num_decodes == 260 and not self.__dict__.setdefault("seen", 0)
+self.seen = metadata.num_decodes == 260
 return answer.mul_(1.5) if first else answer
 """
         ),

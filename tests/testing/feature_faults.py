@@ -30,6 +30,33 @@ FEATURE_FAULTS = (
     ),
     Fault("no_sinks", "test_a_feature_over_random_batches[sinks]", "differs", init("features['sinks'] = None")),
     Fault(
+        "sinks_of_the_making",
+        "test_sinks_set_after_the_layer_is_made[tensor]",
+        "it is as if its features were those of the layer before set_sinks",
+        """
+from dataclasses import replace
+def init(self, backend, layer_name, **features):
+    super(Impl, self).__init__(backend, layer_name, **features)
+    if self.sinks is not None:
+        self._scoring = replace(self._scoring, sinks=self._scoring.sinks.clone())
+Impl.__init__ = init
+""",
+    ),
+    Fault(
+        "sinks_of_the_capture",
+        "test_captured_sizes_see_sinks_that_are_set",
+        "it is as if its features were those of the layer before set_sinks",
+        """
+from dataclasses import replace
+def attend(self, scoring, tensors, kv_cache, metadata, output, *, write):
+    if metadata.use_cuda_graph and scoring.sinks is not None:
+        held = self.__dict__.setdefault("held", {})
+        scoring = replace(scoring, sinks=held.setdefault(metadata.num_reqs, scoring.sinks.clone()))
+    return super(Impl, self)._attend(scoring, tensors, kv_cache, metadata, output, write=write)
+Impl._attend = attend
+""",
+    ),
+    Fault(
         "own_slopes",
         "test_alibi_slopes_in_any_order",
         "head",

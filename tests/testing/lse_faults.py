@@ -57,7 +57,7 @@ return answer, lse.T.contiguous()
             """
 answer, lse = whole(query, key, value, kv_cache, metadata, output)
 if self.sinks is not None:
-    lse = (lse.exp() - torch.tensor(self.sinks).exp()).log()
+    lse = (lse.exp() - self.sinks.exp()).log()
 return answer, lse
 """
         ),

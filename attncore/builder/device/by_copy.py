@@ -73,6 +73,9 @@ class CopyTransport:
             _ON_CUDA.add(self)
         self.ticket = False
         """Whether the engine replays graphs itself. Changes nothing here, since a step is sent when it is built."""
+        self.lost = -1
+        """The step whose fields on the device may be those of one that was built behind it and taken back."""
+        self._issued = -1
         self.corrections: Corrections | None = None
         """Makes the lengths of overlapped steps exact on the device; None where steps do not overlap."""
 
@@ -220,7 +223,12 @@ class CopyTransport:
     def take_back(self, step: int) -> None:
         """Makes ``step`` unsent; the next step sends every block again, since it is not known what arrived."""
         self.sent, self._sender.ahead = min(self.sent, step - 1), False
+        if self._may_have_arrived(step):
+            self.lost = step - 1
         self.tables.forget()
+
+    def _may_have_arrived(self, step: int) -> bool:
+        return self._issued == step
 
     def views(self, capacity: Capacity) -> Views:
         """The device arena's fields for steps of ``capacity``, as tensors."""
@@ -243,6 +251,7 @@ class CopyTransport:
         start = shape.tail
         stop = start + JOURNAL_ENTRY_NBYTES * total
         counts = self._ring.header(arena)[HEADER_COUNTS : HEADER_COUNTS + len(self.tables)].tolist()
+        self._issued = step
         self._issue(self._copy, arena, 0, stop)
         if self._asked:
             self._send_asked(step, shape.capacity)

@@ -234,6 +234,9 @@ class GraphTransport(CopyTransport):
                 torch.cuda.synchronize()
                 self._seen[0] = step - 1
 
+    def _may_have_arrived(self, step: int) -> bool:
+        return bool(self._sender.published == step)
+
     def check_ready(self) -> None:
         """Also raises CaptureError where the last step still waits for its replay."""
         super().check_ready()

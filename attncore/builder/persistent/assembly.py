@@ -116,9 +116,13 @@ class Assembly:
         return int(self.kernel.next_step) - 1
 
     def last_metadata(self) -> StepMetadata | None:
-        """The metadata of the last step; None before the first, and where its arena holds another step by now."""
+        """The metadata of the last step; None before the first, and where its memory, of the host or of the device,
+        holds another step by now.
+        """
         arena = self.kernel.last[self.last_step % self.ring.depth]
         if self.last_step < 0 or arena is None or arena.step != self.last_step:
+            return None
+        if self.side is not None and self.side.lost == self.last_step:
             return None
         metadata: StepMetadata | None = self.shapes.holding(arena)
         return metadata

@@ -229,7 +229,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
         nothing was kept of a request's last tree or the step does not fit the bucket, and CaptureError where the bucket
         was not captured or a stream is capturing; nothing has changed then. Where an exception from outside interrupts
         it (KeyboardInterrupt), the step was built or nothing has changed: ``last_step`` tells which, and
-        ``last_metadata`` is the step.
+        ``last_metadata`` is the step; None where the device has, in place of that step's fields, those of the step that
+        was not built.
         """
         if trees is not None and self._trees is None:
             raise ValueError("trees: this builder was made without draft_trees, so drafts form chains")

@@ -215,6 +215,8 @@ class KeepsColumns:
         found = arguments.dtype("dtype", dtype)  # kernels write numbers of this machine
         if found.kind not in "iufb":
             raise TypeError(f"dtype: {found} is not one of numbers")
+        if found.itemsize > 8:
+            raise TypeError(f"dtype: {found} has {found.itemsize} bytes a number, and no tensor has; give float64")
         return name, found
 
     def _add_column(self, column: Column) -> None:

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from attncore.builder.adopted.steps import AdoptedSteps
+from attncore.integrations.model_sinks import ModelSinks
 from attncore.integrations.sglang.choose_backends import choose, kinds_of
 from attncore.integrations.sglang.engine_facts import Layer, layer_of, layers_of, refuse_engine
 from attncore.integrations.sglang.step_tensors import StepTensors, host_rows
@@ -55,6 +56,7 @@ class AttncoreAttentionBackend(AttentionBackend):  # type: ignore[misc]  # check
         self._groups: list[Group] = []
         self._layers: dict[Any, tuple[Any, Group, Any]] = {}
         self._step: Any = None
+        self._sinks = ModelSinks()
         if layers := layers_of(runner.model, self._pool):
             self._add(layers)
         specs = [group.backend.spec for group in self._groups]
@@ -73,7 +75,10 @@ class AttncoreAttentionBackend(AttentionBackend):  # type: ignore[misc]  # check
         for module, layer in layers.items():
             kind = kinds[layer.kind]
             group = made[choice.group_of[kind]]
-            self._layers[module] = (self._impl(layer, group), group, self._cache(module))
+            impl = self._impl(layer, group)
+            self._layers[module] = (impl, group, self._cache(module))
+            if layer.sinks is not None:  # a parameter, to which SGLang writes the weights of an update in place
+                self._sinks.follow(layer.name, impl, {"sinks": layer.sinks}, "sinks")
         self._groups.extend(made.values())
         for kind, one in choice.items():
             logged(_logger, logging.INFO, "SGLang's layers like %s run on %s", kind, one.name)
@@ -137,6 +142,8 @@ class AttncoreAttentionBackend(AttentionBackend):  # type: ignore[misc]  # check
         if graph:
             columns = self._tensors.columns
         self._step = batch, host, columns, graph, in_capture
+        if self._sinks:
+            self._sinks.update()
         for group in self._groups:
             self._build_group(group)
 

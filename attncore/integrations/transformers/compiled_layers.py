@@ -23,6 +23,7 @@ from attncore.integrations.transformers.forward_pass import (
     PagedCaches,
     address_of_cache,
     check_caches,
+    guards_for_hooks,
     running_caches,
     running_over,
 )
@@ -49,10 +50,16 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
     """
     check_caches(kv_caches)
     kv_caches._refuse_states("compile_layers")
+    kv_caches._refuse_made_sinks("compile_layers")
     _refuse_shared(kv_caches)
     counts = _numbers_of_tokens(kv_caches)
-    if flag("fuse", fuse):
-        fuse_projections(model, lambda: _run_without_attention(model, kv_caches, counts[:1]))
+    before, kv_caches._compiled = kv_caches._compiled, {}  # a second call runs the model as it is, not what it compiled
+    try:
+        if flag("fuse", fuse):
+            fuse_projections(model, lambda: _run_without_attention(model, kv_caches, counts[:1]))
+    except BaseException:
+        kv_caches._compiled = before
+        raise
     options = {"fullgraph": True, "dynamic": True, **options}
     attention: dict[str, list[tuple[Any, Any]]] = {}
     for module, name in kv_caches._names.items():
@@ -69,7 +76,7 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
         with torch.inference_mode():
             _run_without_attention(model, kv_caches, counts)
     except BaseException:
-        kv_caches._compiled = {}
+        kv_caches._compiled = before
         raise
 
 
@@ -153,6 +160,7 @@ def _run_without_attention(model: Any, kv_caches: PagedCaches, counts: tuple[int
     with (
         using_attncore(model),
         torch._dynamo.config.patch(recompile_limit=limit),
+        guards_for_hooks(),
         running_over(object(), dict.fromkeys(kv_caches, nothing), kv_caches),
     ):
         for count in counts:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attncore.arguments import flag, optional_integer
 from attncore.builder.checked_backend import check_backend
+from attncore.integrations.model_sinks import ModelSinks
+from attncore.integrations.transformers.absorbed_projections import AbsorbedProjections, check_absorbed
 from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
-from attncore.integrations.transformers.latent_layers import check_absorbed
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 from attncore.ops.forward_context import ForwardContext
@@ -31,6 +33,8 @@ class PagedCaches(Mapping[str, Any]):
         states: StateCaches | None = None,
     ) -> None:
         self.impls, self._caches, self._names = impls, caches, names
+        self._absorbed = AbsorbedProjections()
+        self._sinks, self._passes_sinks = ModelSinks(), set[str]()
         self.states = states
         """The states of recurrent layers; None: the model has none."""
         self._compiled: dict[Any, Any] = {}  # by the layer's ``forward``: what ``compile_layers`` made of it
@@ -47,6 +51,25 @@ class PagedCaches(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._caches)
 
+    def _follow_sinks(self, layer: ModelLayer, impl: AttentionImpl) -> None:
+        """The layer's sinks are a parameter that it passes to its attention, or what it makes in each forward pass."""
+        for module in layer.module.modules():
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is layer.sinks and tensor is not None and tensor.device.type != "meta":
+                        self._sinks.follow(layer.name, impl, held, key)
+                        return
+        self._passes_sinks.add(layer.name)
+
+    def _follow_weights(self) -> None:
+        """Brings up to date what attention keeps of the model's weights, before each forward pass; ValueError where it
+        cannot.
+        """
+        if self._absorbed:
+            self._absorbed.look_again()
+        if self._sinks:
+            self._sinks.update()
+
     def _check_called(self) -> None:
         """RuntimeError where the model's layers attend by another implementation, which would not see the caches."""
         for config in self._configs:
@@ -62,6 +85,15 @@ class PagedCaches(Mapping[str, Any]):
             raise ValueError(
                 f"{what}: the model has recurrent layers, which run request by request, as each step's host says; run "
                 "it eagerly, and its decodes in graphs of whole steps"
+            )
+
+    def _refuse_made_sinks(self, what: str) -> None:
+        """ValueError that begins with ``what`` where layers make their sinks anew, which only eager ones hand over."""
+        for name in sorted(self._passes_sinks):
+            raise ValueError(
+                f"{what}: the sinks of layer {name} are no parameter or buffer of it, but made in each forward pass, "
+                "or replaced since attention_layers(model); make them a parameter, and the caches anew, or run the "
+                "model eagerly"
             )
 
 
@@ -109,11 +141,12 @@ def paged_caches(
         if layer.use_mla:
             check_absorbed(layer.name, layer.module)
     shared = flag("shared", shared) and not backend.config.kv_cache_dtype.startswith("fp8")
+    made: dict[str, AttentionImpl] = {}
     impls: dict[str, Any] = {}
     caches: dict[str, Any] = {}
     for layer in layers:
         try:
-            impls[layer.name] = backend.impl(
+            made[layer.name] = impls[layer.name] = backend.impl(
                 layer.name,
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
@@ -130,7 +163,13 @@ def paged_caches(
         else:
             caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
     states = StateCaches(model, num_slots) if num_slots is not None else None
-    return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
+    found = PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
+    for layer in layers:
+        if layer.use_mla:
+            found._absorbed.add(layer.name, layer.module)
+        if layer.sinks is not None:
+            found._follow_sinks(layer, made[layer.name])
+    return found
 
 
 def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextManager[None]:
@@ -142,6 +181,12 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextMa
     its group of states, so that a step runs once: a second forward pass continues the states behind the first.
     RuntimeError where the model's attention implementation is not ``attncore``, and where such a model's step has no
     group of states, or would continue states of a forward pass that failed.
+
+    ValueError on entering where a ``kv_b_proj`` was given an adapter or a hook, and cannot be absorbed any more.
+
+    Layers attend by the sinks that the model's parameters have when the context is entered. Inside a capture it is the
+    graph that reads them: it follows what is written to them in place, and has to be captured anew where the model is
+    given other tensors, as for its other weights.
     """
     check_caches(kv_caches)
     kv_caches._check_called()
@@ -151,13 +196,24 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextMa
 @contextmanager
 def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: PagedCaches) -> Iterator[None]:
     """``attncore_context`` by ``impls``: for layers that call Python and for those that call the operator."""
+    if impls is kv_caches.impls:  # a step, and no run of what stands in for them
+        kv_caches._follow_weights()
     context = ForwardContext(metadata, impls, kv_caches._by_address)
-    with context, attending_by(_CachedAttention(context, kv_caches)):
-        if kv_caches.states is None:
-            yield
-        else:
-            with kv_caches.states.running(metadata):
-                yield
+    around = nullcontext() if kv_caches.states is None else kv_caches.states.running(metadata)
+    hooks = guards_for_hooks() if kv_caches._compiled else nullcontext()
+    with context, attending_by(_CachedAttention(context, kv_caches)), around, hooks:
+        yield
+
+
+class guards_for_hooks:  # noqa: N801  (a context manager; one of a generator takes twice as long)
+    """Has torch.compile tell layers that share a graph apart by their hooks, too: by default it looks at no hook."""
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        self._before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
+
+    def __exit__(self, *error: object) -> None:
+        torch._dynamo.config.skip_nnmodule_hook_guards = self._before
 
 
 class _Reader:
@@ -206,4 +262,6 @@ class _CachedAttention:
                 f"{type(module).__name__}: this layer has no cache in the context; make kv_caches of the same model"
             )
         impl, metadata = self._layers.layer(name)
+        if name in self.caches._passes_sinks and impl is self.caches.impls[name]:
+            impl.set_sinks(asked["s_aux"])
         return impl.forward(query, key, value, self.caches._caches[name], metadata)

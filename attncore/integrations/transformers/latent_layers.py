@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncore.integrations.transformers.absorbed_projections import check_absorbed
 from attncore.integrations.transformers.attention_interface import CACHE, LATENT, current_attender
 from attncore.integrations.transformers.checked_model import check_model
-from attncore.show import counted
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The attributes of a layer of latent attention in transformers."""
@@ -29,8 +29,9 @@ def use_latent_caches(model: Any) -> int:
     as before. A second call changes nothing.
 
     ValueError for a model without such layers, and where the weight of ``kv_b_proj`` is none that can be absorbed: with
-    a bias, of integers, or not all that ``kv_b_proj`` computes with, as beside an adapter or a hook. ``paged_caches``
-    looks at that again.
+    a bias, quantised, or not all that ``kv_b_proj`` computes with, as beside an adapter or a hook. ``paged_caches``
+    looks at that again, and so does each ``attncore_context``: weights that were loaded since are used, and what was
+    put beside them is refused. A captured graph computes with what was there when it was captured.
     """
     check_model(model)
     found = [(name, module) for name, module in model.named_modules() if all(hasattr(module, one) for one in _NEEDED)]
@@ -47,41 +48,6 @@ def use_latent_caches(model: Any) -> int:
             setattr(module, LATENT, layer)
             module.expand_kv = layer
     return len(found)
-
-
-def check_absorbed(name: str, module: Any) -> None:
-    """ValueError where the layer's ``kv_b_proj`` is no product with a matrix, which could be absorbed."""
-    projection = module.kv_b_proj
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:
-        raise ValueError(
-            f"layer {name}: kv_b_proj, a {type(projection).__name__}, has no matrix of floats that could be absorbed"
-        )
-    if getattr(projection, "bias", None) is not None:
-        raise ValueError(f"layer {name}: kv_b_proj has a bias, which cannot be absorbed into query and output")
-    size = module.qk_nope_head_dim + module.v_head_dim
-    if weight.shape[1] != module.kv_lora_rank or weight.shape[0] % size:
-        raise ValueError(
-            f"layer {name}: kv_b_proj has a weight {tuple(weight.shape)}; {counted(size, 'row')} for each head and "
-            f"{counted(module.kv_lora_rank, 'column')} expected"
-        )
-    hooks = projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
-    if (hooks or type(projection) is not torch.nn.Linear) and weight.device.type != "meta":
-        _check_product(name, projection, weight)
-
-
-@torch.no_grad()
-def _check_product(name: str, projection: Any, weight: Tensor) -> None:
-    """ValueError where some rows show that ``projection`` computes something else than the product with ``weight``:
-    a bit of an output, since a part beside it may be as small as one.
-    """
-    rows = torch.linspace(-7, 7, 8 * weight.shape[1], device=weight.device).view(8, -1).sin().to(weight.dtype)
-    if not torch.equal(projection(rows), torch.nn.functional.linear(rows, weight)):
-        raise ValueError(
-            f"layer {name}: kv_b_proj, a {type(projection).__name__}, computes more than the product with its weight, "
-            "such as the part of an adapter or a hook, which cannot be absorbed; merge adapters into the weight and "
-            "remove hooks first"
-        )
 
 
 class LatentLayer:

@@ -19,6 +19,7 @@ from attncore.integrations.transformers.attention_interface import (
     using_attncore,
 )
 from attncore.integrations.transformers.refused_models import (
+    refuse_forgetful_cache,
     refuse_layers,
     refuse_lost_window,
     refuse_other_direction,
@@ -77,14 +78,17 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
     decoder, positions of their own, embeddings made of neighbouring tokens, frequencies by the longest request, causal
     layers that run twice, a sliding window that is only in the masks that the model makes or only in what a layer
-    passes, or is another one there, encoder layers that do not say that they are, or layers that say one direction in a
-    model whose masks have the other.
+    passes, or is another one there, encoder layers that do not say that they are, layers that say one direction in a
+    model whose masks have the other, or a window that transformers' cache alone has.
     """
     refuse_layers(model)
     layers = tuple(_recorded(model).layers.values())
     if not layers:
         raise ValueError(f"model: no layer of {type(model).__name__} calls transformers' attention interface")
-    refuse_positions(model, any(layer.attn_type is AttentionType.DECODER for layer in layers))
+    is_decoder = any(layer.attn_type is AttentionType.DECODER for layer in layers)
+    refuse_positions(model, is_decoder)
+    if is_decoder and not any(layer.sliding_window for layer in layers):
+        refuse_forgetful_cache(model)
     return layers
 
 

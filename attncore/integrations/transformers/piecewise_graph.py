@@ -24,7 +24,7 @@ from attncore.integrations.transformers.forward_pass import (
     check_caches,
     running_over,
 )
-from attncore.ops.forward_context import ForwardContext
+from attncore.ops.forward_context import ForwardContext, here
 from attncore.quoted import describe_error, type_name
 from attncore.show import counted
 
@@ -48,6 +48,7 @@ class PiecewiseGraph:
         self._run, self._caches, self.pool = run, kv_caches, pool
         self._graphs: list[Any] = []
         self._calls: list[_Call] = []
+        self._parameters = kv_caches._sinks.current()
         self.num_tokens, self.output = 0, torch.empty(0, device="cpu")
 
     def replay(self, metadata: Any) -> Tensor:
@@ -55,12 +56,14 @@ class PiecewiseGraph:
 
         ``metadata`` is a step's, or a mapping of layer names to it where there are several KV-cache groups. Its tokens
         stand in front in the function's inputs. On a device without CUDA graphs the function runs again.
-        CaptureError where the step has more tokens than the capture, inside a capture, and after ``reset``.
+        CaptureError where the step has more tokens than the capture, inside a capture, after ``reset``, and where the
+        model was given other tensors as sinks since; what is written to those that it has is followed. TypeError for
+        what is no metadata, ValueError for a mapping that lacks a layer.
         """
         if not self._calls:
             raise CaptureError("replay: this graph was reset; capture another")
-        steps = metadata.values() if isinstance(metadata, Mapping) else (metadata,)
-        if (found := max(step.num_tokens for step in steps)) > self.num_tokens:
+        found = max(step.num_tokens for step in self._steps(metadata))
+        if found > self.num_tokens:
             raise CaptureError(
                 f"replay: the step has {counted(found, 'token')}, the capture {self.num_tokens}; capture one of more, "
                 "or run the step eagerly"
@@ -75,7 +78,33 @@ class PiecewiseGraph:
                     self.output.copy_(self._run())
         return self.output
 
+    def _steps(self, metadata: Any) -> list[Any]:
+        """The metadata of all layers; TypeError or ValueError where a layer would find none, before anything runs."""
+        steps = [metadata]
+        if isinstance(metadata, Mapping):
+            missing = [call.layer for call in self._calls if call.layer not in metadata]
+            if missing:
+                raise ValueError(
+                    f"metadata: a mapping without layer {missing[0]}; give each layer the step's metadata, or the "
+                    "metadata itself where all share it"
+                )
+            steps = list(metadata.values())
+        for step in steps:
+            if not hasattr(step, "host"):
+                raise TypeError(
+                    f"metadata: {type_name(step)} found; give a step's metadata, or a mapping of layer names to it"
+                )
+        return steps
+
     def _replay(self, step: ForwardContext) -> None:
+        sinks = self._caches._sinks
+        if sinks:
+            if not sinks.are(self._parameters):
+                raise CaptureError(
+                    "replay: the model has other tensors as sinks than when this was captured, and graphs compute with "
+                    "those of then; capture another"
+                )
+            sinks.update()
         for graph, call in zip(self._graphs[:-1], self._calls, strict=True):
             graph.replay()
             impl, metadata = step.layer(call.layer)
@@ -153,12 +182,20 @@ def capture_between_attention(run: Callable[[], Tensor], kv_caches: PagedCaches,
     too and means nothing, neither in the inputs nor in the output. The layers of ``compile_layers`` run compiled.
 
     Graphs that never run at once share memory: ``pool`` is the ``pool`` of another. Called outside of an
-    ``attncore_context``. TypeError where ``run`` returns no tensor, ValueError where no layer attends in it.
-    CaptureError inside a capture, and where torch cannot capture the model, with its reason.
+    ``attncore_context``. TypeError where ``run`` is no function or returns no tensor, ValueError where no layer attends
+    in it. CaptureError inside a capture or a context, and where torch cannot capture the model, with its reason.
     """
     check_caches(kv_caches)
+    if not callable(run):
+        raise TypeError(f"run: {type_name(run)} found; give a function without arguments that runs the model")
+    if here.context is not None:
+        raise CaptureError(
+            "capture_between_attention: inside a context of a step; capture outside of it, at start-up, and give steps "
+            "to replay"
+        )
     kv_caches._check_called()
     kv_caches._refuse_states("capture_between_attention")
+    kv_caches._refuse_made_sinks("capture_between_attention")
     device = str(next(next(iter(kv_caches._names)).parameters()).device)
     if is_capturing(device):
         raise CaptureError("capture_between_attention: a stream is capturing; end that capture first")

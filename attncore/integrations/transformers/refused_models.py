@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, NoReturn
 
+from transformers.cache_utils import DynamicCache
+
 from attncore.integrations.transformers.checked_model import check_model
 from attncore.integrations.transformers.recurrent_layers import RECURRENT_LAYER_TYPES, recurrent_layers
 from attncore.show import counted
@@ -35,6 +37,7 @@ def refuse_layers(model: Any) -> None:
             f"model: {name} makes each token's embedding of its neighbours' too, and so of other requests' where they "
             "run as one row; it runs without trigram_input alone"
         )
+    _refuse_dynamic_quantisation(model)
     _refuse_moving_frequencies(model, config)
 
 
@@ -50,6 +53,28 @@ def refuse_positions(model: Any, is_decoder: bool) -> None:
         raise ValueError(
             f"model: {name} counts positions from {shifted}, after its padding token, and metadata from 0; of such "
             "models, encoders alone run, with position_ids = metadata.positions + padding_idx + 1"
+        )
+
+
+def refuse_forgetful_cache(model: Any) -> None:
+    """ValueError for a decoder none of whose layers has a window, while transformers' cache keeps the last tokens alone
+    of each: its own ``generate`` says something else then than it would over all tokens.
+    """
+    try:
+        config = model.config.get_text_config(decoder=True)
+        kept: list[Any] = DynamicCache(config=config).layers
+    except Exception:  # of a configuration that such a cache is not for
+        return
+    windows = [layer.sliding_window for layer in kept if getattr(layer, "is_sliding", False)]
+    longest = getattr(config, "max_position_embeddings", None)
+    if windows and (longest is None or min(windows) < longest):
+        window = min(windows)
+        raise ValueError(
+            f"model: {type(model).__name__} has config.sliding_window {window}, by which transformers' cache keeps so "
+            "many tokens, and neither its layers nor its masks have a window, so that it would attend to all tokens; "
+            f"for requests no longer than {window} set config.max_position_embeddings of the loaded model to {window}; "
+            "for longer ones set config.sliding_window to None if the model was trained without a window, or take one "
+            "whose layers pass it"
         )
 
 
@@ -109,6 +134,17 @@ def _first_position(model: Any) -> int:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
     return 0
+
+
+def _refuse_dynamic_quantisation(model: Any) -> None:
+    """ValueError for layers that round their inputs by the largest number of the whole row, of any request."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise ValueError(
+                f"model: {name} is quantised dynamically (torch.ao), by the largest number of a step's tokens, so that "
+                "a request would change those beside it; take the model before quantize_dynamic, or one of which the "
+                "weights alone are quantised"
+            )
 
 
 def _refuse_moving_frequencies(model: Any, config: Any) -> None:

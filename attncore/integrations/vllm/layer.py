@@ -48,8 +48,10 @@ class AttncoreImpl(AttentionImpl):
         self._cache: Any = None
         self._pair: Any = None
 
-    def bind(self, name: str, backend: Any, before: Any) -> None:
-        """Makes the layer ``name`` of ``backend``. ``before`` is called with a captured step, before it is read."""
+    def bind(self, name: str, backend: Any, before: Any) -> Any:
+        """Makes the layer ``name`` of ``backend``, which is returned. ``before`` is called with a captured step, before
+        it is read.
+        """
         inner = backend.impl(
             name,
             scale=self.scale,
@@ -61,6 +63,7 @@ class AttncoreImpl(AttentionImpl):
             v_scale=self.scales[1],
         )
         self._forward, self._before, self._cache, self._pair = inner.forward, before, None, None
+        return inner
 
     def forward(
         self,

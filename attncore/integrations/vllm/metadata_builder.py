@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from attncore.abstract import AttentionBackend
 from attncore.builder.adopted.step import AdoptedStep
 from attncore.builder.adopted.steps import AdoptedSteps
+from attncore.integrations.model_sinks import ModelSinks
 from attncore.integrations.vllm import model_request as asked
 from attncore.integrations.vllm import refusals
 from attncore.integrations.vllm.layer import AttncoreImpl
@@ -50,8 +51,11 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         self._most = 0 if vllm_config.speculative_config is None else limits.max_model_len
         self._bounded = lengths_are_bounds(vllm_config)
         self._recorded: Any = None
+        self._sinks = ModelSinks()
         for name, layer in layers.items():
-            layer.bind(name, self.backend, self.record)
+            inner = layer.bind(name, self.backend, self.record)
+            if layer.sinks is not None:
+                self._sinks.follow(name, inner, vars(layer), "sinks")
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -64,7 +68,9 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         return GRAPH_LEVELS[choice.spec.cuda_graph]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AdoptedStep:
-        """The step of vLLM's tensors, planned. Nothing is copied and nothing waits for the device."""
+        """The step of vLLM's tensors, planned. Nothing waits for the device, and of a model with sinks alone these are
+        copied, as they are now.
+        """
         return self._build(common_attn_metadata, capturing=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> AdoptedStep:
@@ -76,6 +82,8 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
     def _build(self, given: Any, *, capturing: bool) -> AdoptedStep:
         if given.causal is not True:
             raise ValueError(f"attncore: {refusals.REFUSED['use_non_causal']}")
+        if self._sinks:
+            self._sinks.update()
         lengths = given.seq_lens_cpu_upper_bound
         if self._most and lengths is not None:  # with drafts that may not be accepted they pass the model's length
             lengths = lengths.clamp(max=self._most)

@@ -11,6 +11,7 @@ cdef enum:
     INSIDE = 1
     UNFINISHED = 2   # left by a caller whose changes could not all be undone; the next caller goes on with that
 
+cdef tuple NOTHING = (bool,)
 cdef int num_forks = 0
 cdef list survivors = []  # by fork that this process came from: the thread that went on in the child
 
@@ -75,7 +76,9 @@ cdef class Entrance:
         while PyList_GET_SIZE(self.undo):
             action = self.undo[PyList_GET_SIZE(self.undo) - 1]
             action[0](*action[1:])
-            self.undo.pop()  # in C, right after the call: no exception comes between
+            # In C, right after the call: no exception comes between. ``pop`` may find no memory to shrink the list.
+            self.undo[PyList_GET_SIZE(self.undo) - 1] = NOTHING
+            self.undo.pop()
 
 
 cdef inline void begin(Entrance entrance) noexcept:

@@ -18,7 +18,7 @@ cdef class StepShape:
     cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
     cdef length_t max_rows      # of one token each, that its arenas have room for
     cdef object _keep
-    cdef list sources
+    cdef list sources           # their addresses: a step that is built is copied without an allocation
     cdef char* device           # where a captured graph reads, or NULL
     cdef Py_ssize_t nbytes
     cdef public object capacity, replay   # of the device's side: the Capacity, and what replays the step
@@ -28,7 +28,7 @@ cdef class StepShape:
 
     def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
                  length_t pad_seq_len=0, bint uniform=True, list sources=None, device=None):
-        cdef unsigned char[::1] memory
+        cdef unsigned char[::1] memory, source
         cdef StepArena arena
         self.arenas, self.metadata = arenas, metadata
         self.max_rows = MAX_INT32
@@ -44,13 +44,13 @@ cdef class StepShape:
         self.device = NULL
         if device is not None:
             memory = device
-            self.device, self.nbytes, self.sources = <char*> &memory[0], memory.shape[0], sources
+            self.device, self.nbytes, self.sources = <char*> &memory[0], memory.shape[0], []
+            for source in sources:
+                self.sources.append(<size_t> &source[0])
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
 
     cpdef object commit(self, slot_t step):
         """Copies the arena of ``step`` to ``device``."""
-        cdef unsigned char[::1] source
         if self.device != NULL:
-            source = self.sources[step % len(self.sources)]
-            memcpy(self.device, &source[0], self.nbytes)
+            memcpy(self.device, <char*> <size_t> self.sources[step % len(self.sources)], self.nbytes)

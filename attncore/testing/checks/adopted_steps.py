@@ -6,21 +6,24 @@ import torch
 
 from attncore.testing.engines.adopting_builder import AdoptingBuilder, AdoptingEngine
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.engine import NUM_BLOCKS
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_captured_adopted_steps", "test_rows_in_the_order_of_an_engine"]
 CAPTURED_STEPS = 12
+LONG = 600  # keys: more than a kernel reads in one part
 
 
 @covers("adopted steps")
 def test_rows_in_the_order_of_an_engine(attncore_subject: Subject) -> None:
     """Rows as the engine gives them: decodes first, and behind chunks, where a row of one token is a prefill."""
     attncore_subject.require_phase("prefill", "decode")
-    engine = AdoptingEngine(attncore_subject.backend())
-    size = engine.block_size
-    contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1}
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    engine = AdoptingEngine(backend, num_blocks=NUM_BLOCKS + LONG // size)
+    contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1, "long": LONG}
     for name, context in contexts.items():
         engine.add(name, context + 2 * size + 16)
     engine.fill(contexts)

@@ -28,7 +28,7 @@ def test_captured_sizes_over_changing_batches(
     attncore_subject: Subject, attncore_captured_steps: int, tokens: int
 ) -> None:
     """Decodes of one token, and of drafts beside it: every replay gives what dense attention gives."""
-    _require(attncore_subject, tokens)
+    require_captured(attncore_subject, tokens)
     engine = CapturedEngine(attncore_subject.backend(), tokens)
     for _ in range(attncore_captured_steps):
         engine.change()
@@ -39,7 +39,7 @@ def test_captured_sizes_over_changing_batches(
 @pytest.mark.parametrize("tokens", [1, 1 + DRAFTS])
 def test_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens: int) -> None:
     """Rows that grow and shrink between 2 and 3,000 tokens from replay to replay: an older plan is wrong."""
-    _require(attncore_subject, tokens)
+    require_captured(attncore_subject, tokens)
     CapturedLongEngine(attncore_subject.backend(num_heads=2, num_kv_heads=1), tokens).run()
 
 
@@ -51,14 +51,14 @@ def test_captured_sizes_without_writing(
 ) -> None:
     """One graph writes the step's keys, by another layer or by ``write_cache``; in the next the layer attends with
     ``write=False``, is handed None or NaN for them, and changes no byte."""
-    _require(attncore_subject, tokens)
+    require_captured(attncore_subject, tokens)
     engine = CapturedReadingEngine(attncore_subject.backend(), tokens, written_by=written_by)
     for _ in range(attncore_captured_steps):
         engine.change()
         engine.replayed()
 
 
-def _require(subject: Subject, tokens: int) -> None:
+def require_captured(subject: Subject, tokens: int) -> None:
     """UnsupportedError where decodes of so many tokens are not captured."""
     subject.require_graphs("prefill", "decode")
     if tokens > 1:

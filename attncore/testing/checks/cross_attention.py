@@ -9,20 +9,28 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.cross_engine import CrossEngine
+from attncore.testing.engines.every_method_engine import EveryMethodCrossEngine
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared
+from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS
 
 __all__ = [
+    "test_cross_attention_in_a_dtype",
+    "test_cross_attention_in_a_layout",
     "test_cross_attention_of_the_list_builder",
     "test_cross_attention_of_the_persistent_builder",
+    "test_cross_attention_over_a_cache_dtype",
     "test_cross_attention_reads_only_its_own",
     "test_cross_attention_with_a_feature",
     "test_rows_without_encoder_tokens_give_zeros",
 ]
+ACROSS = {name: FEATURES[name] for name in ("logits_soft_cap", "sinks")}
+"""Windows and slopes have no meaning across."""
 
 
 def _cross(subject: Subject, **given: Any) -> CrossEngine:
@@ -102,9 +110,9 @@ def test_rows_without_encoder_tokens_give_zeros(attncore_subject: Subject) -> No
 
 
 @covers("encoder_decoder")
-@pytest.mark.parametrize("feature", ["logits_soft_cap", "sinks"])
+@pytest.mark.parametrize("feature", ACROSS)
 def test_cross_attention_with_a_feature(attncore_subject: Subject, feature: str) -> None:
-    """Soft caps and sinks; windows and slopes have no meaning across."""
+    """Soft caps and sinks."""
     attncore_subject.require(feature)
     attncore_subject.require_phase("prefill", "decode")
     engine = _cross(attncore_subject, **FEATURES[feature])
@@ -112,3 +120,40 @@ def test_cross_attention_with_a_feature(attncore_subject: Subject, feature: str)
         engine.add(name, length)
     engine.cross_step({0: 2, 1: 4})
     engine.cross_step({0: 1, 1: 1})
+
+
+@covers("encoder_decoder")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_attention_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
+    """Every method, over up to 150 keys, without a feature and with those that are declared, in each dtype."""
+    require_declared(dtype, attncore_subject.form.dtypes)
+    _by_every_method(attncore_subject, f"dtype {dtype}", dtype=dtype)
+
+
+@covers("encoder_decoder")
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_cross_attention_in_a_layout(attncore_subject: Subject, layout: str) -> None:
+    """The same in each layout of the cache."""
+    require_declared(layout, attncore_subject.form.kv_cache_layouts)
+    _by_every_method(attncore_subject, f"layout {layout}", kv_cache_layout=layout)
+
+
+@covers("encoder_decoder")
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
+def test_cross_attention_over_a_cache_dtype(attncore_subject: Subject, kv_cache_dtype: str) -> None:
+    """The same over a cache of each dtype."""
+    require_declared(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
+    _by_every_method(attncore_subject, f"cache {kv_cache_dtype}", kv_cache_dtype=kv_cache_dtype)
+
+
+def _by_every_method(subject: Subject, what: str, **changes: Any) -> None:
+    subject.require("encoder_decoder")
+    subject.require_phase("prefill", "decode")
+    backend = subject.backend(**HEADS, **changes)
+    for features in ({}, in_one_layer(features_of(backend), ACROSS)):
+        with named(what):
+            engine = EveryMethodCrossEngine(backend, **features)
+            for name, length in enumerate((5, 0, 150)):
+                engine.add(name, length)
+            engine.cross_step({0: 2, 1: 1, 2: 4})
+            engine.cross_step({0: 1, 1: 1, 2: 1})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from attncore.testing.engines.engine import NUM_BLOCKS
 from attncore.testing.engines.tree_engine import MOST_TOKENS, TreeEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
@@ -33,6 +34,8 @@ SHAPES = {
 }
 DEEP = [-1, 0, -1, 1, 3, 2, 4, 6, 5, 7, 9]
 """Two long branches that take turns, so that tokens lie further apart than they are deep."""
+
+LONG = 600  # keys: more than a kernel reads in one part
 
 
 @covers("tree_mask")
@@ -92,19 +95,24 @@ def test_draft_trees_with_a_feature(attncore_subject: Subject, feature: str) -> 
 
 @covers("tree_mask")
 def test_a_kept_path_is_decoded_from(attncore_subject: Subject) -> None:
-    """``move_slots`` moves what is kept of a tree to where a chain would be, and decodes go on from there."""
+    """``move_slots`` moves what is kept of a tree to where a chain would be, and decodes go on from there; behind 600
+    keys, too."""
     attncore_subject.require("tree_mask")
     if "decode" not in attncore_subject.form.phases:
         raise UnsupportedError("its spec declares no phase decode")
     backend = attncore_subject.backend()
-    engine = TreeEngine(backend)
-    contexts = {"a": 1, "b": engine.block_size, "c": engine.block_size + 3}
+    size = backend.config.block_size
+    engine = TreeEngine(backend, num_blocks=NUM_BLOCKS + (LONG + 16 * len(DEEP)) // size)
+    contexts = {"a": 1, "b": size, "c": size + 3, "long": LONG}
     for name, context in contexts.items():
         engine.add(name, context + 4 * len(DEEP))
     engine.fill(contexts)
-    for kept in ({"a": [2, 5, 8], "b": [0, 1, 3, 4], "c": []}, {"a": [2], "b": [2, 5], "c": [0, 1, 3]}):
+    for kept in (
+        {"a": [2, 5, 8], "b": [0, 1, 3, 4], "c": [], "long": [0, 1]},
+        {"a": [2], "b": [2, 5], "c": [0, 1, 3], "long": [2, 5]},
+    ):
         trees = dict.fromkeys(contexts, DEEP)
         engine.tree_step({}, trees)
         engine.keep(kept, trees)
         engine.step(dict.fromkeys(contexts, 1))
-    engine.tree_step({"a": 1}, {"b": DEEP})
+    engine.tree_step({"a": 1}, {"b": DEEP, "long": DEEP})

@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.crossed import HEADS, features_of, require_declared
+from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES
 
 __all__ = [
     "test_a_feature_of_an_encoder",
+    "test_an_encoder_in_a_dtype",
     "test_an_encoder_over_random_rows",
     "test_an_encoder_writes_no_cache",
 ]
 ENCODERS = ("encoder", "encoder_only")
+LONG_ROWS = [1, 150, 17, 4]
+"""Of more tokens than a tile has, too."""
 
 
 @covers("encoder")
@@ -52,3 +57,18 @@ def test_a_feature_of_an_encoder(attncore_subject: Subject, feature: str) -> Non
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
     for kind in ENCODERS:
         EncoderEngine(backend, kind, **FEATURES[feature]).encode([1, 9, 17, 4])
+
+
+@covers("encoder")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_encoder_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
+    """Rows of up to 150 tokens, without a feature and with all that are declared, and their log-sum-exp where it is."""
+    attncore_subject.require("encoder")
+    require_declared(dtype, attncore_subject.form.dtypes)
+    backend = attncore_subject.backend(**HEADS, dtype=dtype)
+    declared = features_of(backend)
+    for kind in ENCODERS:
+        for features in ({}, in_one_layer(declared)):
+            EncoderEngine(backend, kind, **features).encode(LONG_ROWS)
+            if "lse" in declared:
+                EncoderEngine(backend, kind, with_lse=True, **features).encode(LONG_ROWS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from attncore.testing.engines.engine import NUM_BLOCKS, Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone, run_drawn_batches
@@ -13,6 +16,7 @@ from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_feature_over_random_batches",
+    "test_a_feature_that_is_a_tensor",
     "test_alibi_slopes_in_any_order",
     "test_all_declared_features_together",
     "test_decodes_of_several_tokens",
@@ -57,6 +61,19 @@ def test_alibi_slopes_in_any_order(attncore_subject: Subject) -> None:
     attncore_subject.require("alibi")
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
     run_around_a_block(attncore_subject, backend, alibi_slopes=SLOPES)
+
+
+@covers("{feature}")
+@pytest.mark.parametrize("feature", ["alibi", "sinks"])
+def test_a_feature_that_is_a_tensor(attncore_subject: Subject, feature: str) -> None:
+    """Slopes and sinks as tensors: float32 on the host, and on the device as a parameter of the model's dtype."""
+    attncore_subject.require(feature)
+    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    ((argument, numbers),) = FEATURES[feature].items()
+    held = torch.tensor(numbers, dtype=getattr(torch, backend.config.dtype), device=backend.config.device)
+    for given in (torch.tensor(numbers), torch.nn.Parameter(held, requires_grad=False)):
+        features: dict[str, Any] = {argument: given}
+        run_around_a_block(attncore_subject, backend, **features)
 
 
 @covers("alibi_standard")

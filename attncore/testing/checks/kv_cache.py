@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 
-from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
-from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
+from attncore.testing.engines.moved_caches import (
+    check_copied_blocks,
+    check_moved_slots,
+    check_swapped_blocks,
+    moves_slots,
+)
 from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.crossed import named, require_declared
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS
 
 __all__ = [
     "test_a_request_reads_a_copied_block",
     "test_a_slot_owns_its_part_of_its_block",
+    "test_blocks_are_copied_and_swapped_in_a_layout",
+    "test_blocks_are_copied_and_swapped_in_each_dtype",
     "test_blocks_are_copied_within_caches",
     "test_blocks_are_swapped_to_another_cache",
     "test_slots_are_moved_within_caches",
@@ -90,12 +98,38 @@ def test_slots_are_moved_within_caches(attncore_subject: Subject) -> None:
 @covers("copy and swap of blocks")
 def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
     """``swap_blocks`` copies blocks to another cache and leaves the source as it was."""
-    backend = attncore_subject.backend()
-    source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
-    left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
-    backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))
-    _check_blocks(left, {block: block for block in range(6)}, "the source after swap_blocks")
-    _check_blocks(right, {0: 5, 3: 1}, "swap_blocks of (5, 0), (1, 3)")
+    check_swapped_blocks(attncore_subject.backend())
+
+
+@covers("copy and swap of blocks")
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_blocks_are_copied_and_swapped_in_a_layout(attncore_subject: Subject, layout: str) -> None:
+    """The same in each layout, with a cache of each dtype; of tokens, too, where they are moved."""
+    require_declared(layout, attncore_subject.form.kv_cache_layouts)
+    for kv_cache_dtype in KV_CACHE_DTYPES:
+        if kv_cache_dtype in attncore_subject.form.kv_cache_dtypes:
+            what = f"layout {layout} and cache {kv_cache_dtype}"
+            _check_all(attncore_subject, what, kv_cache_layout=layout, kv_cache_dtype=kv_cache_dtype)
+
+
+@covers("copy and swap of blocks")
+def test_blocks_are_copied_and_swapped_in_each_dtype(attncore_subject: Subject) -> None:
+    """The same for models of each dtype, whose caches have it."""
+    for dtype in DTYPES:
+        if dtype in attncore_subject.form.dtypes:
+            _check_all(attncore_subject, f"dtype {dtype}", dtype=dtype)
+
+
+def _check_all(subject: Subject, what: str, **changes: Any) -> None:
+    with named(what):
+        try:
+            backend = subject.backend(**changes)
+        except UnsupportedError:  # declared, but not together
+            return
+        check_copied_blocks(backend)
+        check_swapped_blocks(backend)
+        if moves_slots(backend):
+            check_moved_slots(backend)
 
 
 @covers("copy and swap of blocks")
@@ -103,21 +137,3 @@ def test_a_request_reads_a_copied_block(attncore_subject: Subject) -> None:
     """A request whose block was copied and replaced goes on with the copy."""
     attncore_subject.require_phase("decode")
     run_with_a_copied_block(attncore_subject.backend())
-
-
-def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> CacheView:
-    """The cache with every element of block i at i + 1."""
-    view = CacheView(backend, kv_cache, num_blocks)
-    for block in range(num_blocks):
-        where = np.zeros((num_blocks, view.block_size), dtype=np.bool_)
-        where[block] = True
-        view.fill(where, block + 1.0)
-    return view
-
-
-def _check_blocks(view: CacheView, expected: dict[int, int], what: str) -> None:
-    for part, owner in zip(view.parts, view.owners, strict=True):
-        for block, number in expected.items():
-            found = part[block].cpu()[owner >= 0].float()
-            if not bool((found == number + 1).all()):
-                raise ConformanceError(f"{what}: block {block} should hold what block {number} held")

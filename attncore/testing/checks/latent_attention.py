@@ -11,10 +11,11 @@ from attncore.abstract import AttentionBackend
 from attncore.show import counted
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.captured_engine import CapturedEngine
-from attncore.testing.engines.captured_long_engine import CapturedLongEngine
+from attncore.testing.engines.captured_long_engine import SHORTER, CapturedLongEngine
 from attncore.testing.engines.engine import FP8, Engine
+from attncore.testing.engines.every_method_engine import EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
-from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots
+from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, check_swapped_blocks
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
     run_batch,
@@ -22,12 +23,16 @@ from attncore.testing.engines.run_batches import (
     run_drawn_batches,
     run_with_a_copied_block,
 )
+from attncore.testing.engines.run_long_contexts import run_long_contexts
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.crossed import require_declared
 from attncore.testing.harness.declared_samples import edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES
 
 __all__ = [
+    "test_latent_attention_in_a_dtype",
     "test_latent_attention_over_long_contexts",
     "test_latent_attention_over_random_batches",
     "test_latent_attention_reads_only_its_own",
@@ -44,6 +49,7 @@ __all__ = [
 MOST = 256  # of a value head's sizes
 CONTEXTS = {"long": 2049, "longer": 4001, "short": 3}
 DRAFTS = 2
+MANY_HEADS = 32  # kernels of latent attention read 16 or 64 heads at a time
 
 
 def _latent(subject: Subject) -> AttentionBackend:
@@ -94,11 +100,12 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
 
 @covers("latent attention")
 def test_latent_blocks_are_copied(attncore_subject: Subject) -> None:
-    """Within every cache, once in one that several layers have; a request whose block was copied and replaced goes on
-    with the copy."""
+    """Within every cache, once in one that several layers have, and to another; a request whose block was copied and
+    replaced goes on with the copy."""
     attncore_subject.latent.require_phase("decode")
     run_with_a_copied_block(_latent(attncore_subject))
     check_copied_blocks(_latent(attncore_subject))
+    check_swapped_blocks(_latent(attncore_subject))
 
 
 @covers("latent attention")
@@ -122,6 +129,23 @@ def test_latent_attention_over_long_contexts(attncore_subject: Subject) -> None:
     engine.step({"longer": 1})
     engine.step(dict.fromkeys(CONTEXTS, 1 + DRAFTS))
     engine.step({"longer": 17, "long": 1})
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
+    """Every method, in each dtype: of 32 heads where they are declared, over long contexts, and in captured steps."""
+    subject = attncore_subject.latent
+    require_declared(dtype, subject.form.dtypes)
+    heads = min(MANY_HEADS, subject.form.max_group_size or MANY_HEADS)
+    many = subject.backend(use_mla=True, dtype=dtype, num_heads=heads)
+    run_around_a_block(subject, many, make=EveryMethodEngine)
+    if len(subject.form.phases) == 1:
+        return
+    backend = subject.backend(use_mla=True, dtype=dtype)
+    run_long_contexts(backend)
+    if subject.form.cuda_graph != "never" and dtype != subject.request().dtype:
+        CapturedLongEngine(backend, 1, contexts=SHORTER).run()
 
 
 @covers("latent attention")
@@ -179,10 +203,11 @@ def test_latent_caches_in_fp8(attncore_subject: Subject, kind: str) -> None:
         backend = subject.backend(use_mla=True, kv_cache_dtype=dtype)
         scale = 4.0 if kind == "number" else torch.tensor([4.0])
         given = {"k_scale": scale, "v_scale": scale, "scale": backend.config.head_size**-0.5 / 4}
-        engine = Engine(backend, **given)
-        run_batch(engine, subject.around_a_block(backend.config.block_size))
-        run_decodes_alone(engine)
-        check_held_numbers(engine)
+        for make in (Engine, EveryMethodEngine):
+            engine = make(backend, **given)
+            run_batch(engine, subject.around_a_block(backend.config.block_size))
+            run_decodes_alone(engine)
+            check_held_numbers(engine)
 
 
 @covers("value head size")

@@ -93,10 +93,10 @@ def test_lengths_around_a_block(attncore_subject: Subject, tokens: int) -> None:
 
 @covers("many requests")
 def test_many_requests_in_a_step(attncore_subject: Subject) -> None:
-    """More requests than 128, of many lengths, in one step: their contexts, decodes, then decodes beside chunks."""
+    """More requests than 256, of many lengths, in one step: their contexts, decodes, then decodes beside chunks."""
     backend = attncore_subject.backend()
     size = backend.config.block_size
-    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(130)}
+    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(260)}
     blocks = {name: -(-(context + 4) // size) for name, context in contexts.items()}
     engine = Engine(backend, num_blocks=sum(blocks.values()) + 1)  # and the null block
     for name, context in contexts.items():
@@ -169,7 +169,9 @@ def test_block_ids_beyond_16_bits(attncore_subject: Subject) -> None:
 
 @covers("grouped heads")
 @pytest.mark.parametrize(
-    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2), (14, 2), (40, 8)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+    "heads",
+    [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2), (14, 2), (40, 8), (64, 8)],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}",
 )
 def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
     """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""

@@ -11,6 +11,7 @@ from attncore.abstract import AttentionBackend
 from attncore.abstract.scales import HEADROOM
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.every_method_engine import EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
 from attncore.testing.engines.run_batches import run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
@@ -47,11 +48,12 @@ def _features(backend: AttentionBackend, **scales: Any) -> dict[str, Any]:
 
 
 def _run(subject: Subject, backend: AttentionBackend, **scales: Any) -> None:
-    """Requests at the edges of blocks, of a layer with these scales; and what its cache holds."""
-    engine = Engine(backend, **_features(backend, **scales))
-    run_batch(engine, subject.around_a_block(backend.config.block_size))
-    run_decodes_alone(engine)
-    check_held_numbers(engine)
+    """Requests at the edges of blocks, of a layer with these scales, and what its cache holds; then by every method."""
+    for make in (Engine, EveryMethodEngine):
+        engine = make(backend, **_features(backend, **scales))
+        run_batch(engine, subject.around_a_block(backend.config.block_size))
+        run_decodes_alone(engine)
+        check_held_numbers(engine)
 
 
 @covers("kv_scales")

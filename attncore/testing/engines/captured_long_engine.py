@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore.testing.engines.captured_engine import CapturedEngine
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 CONTEXTS = {"some": 40, "longest": 3001, "one": 1, "long": 2049, "many": 700}
 """Beyond the lengths at which kernels begin to split a request's keys, and below."""
+SHORTER = {"some": 40, "longest": 1101, "one": 1, "long": 530, "many": 260}
+"""The same where many settings are tried, in each of which the contexts are computed first."""
 STEPS = (
     ("some", "one"),
     ("longest", "long"),
@@ -26,14 +29,16 @@ STEPS = (
 
 
 class CapturedLongEngine(CapturedEngine):
-    """One size, of four rows; the requests of CONTEXTS stay, and each step is of some of them."""
+    """One size, of four rows; the requests of ``contexts`` stay, and each step is of some of them."""
 
-    def __init__(self, backend: AttentionBackend, tokens: int, **engine: Any) -> None:
+    def __init__(
+        self, backend: AttentionBackend, tokens: int, *, contexts: Mapping[str, int] = CONTEXTS, **engine: Any
+    ) -> None:
         room = (len(STEPS) + 1) * tokens  # a step more where one is wrong
-        num_blocks = sum(-(-(context + room) // backend.config.block_size) for context in CONTEXTS.values()) + 8
-        longest = max(CONTEXTS.values()) + room
+        num_blocks = sum(-(-(context + room) // backend.config.block_size) for context in contexts.values()) + 8
+        longest = max(contexts.values()) + room
         super().__init__(backend, tokens, sizes=(4,), longest=longest, num_blocks=num_blocks, **engine)
-        for name, context in CONTEXTS.items():
+        for name, context in contexts.items():
             self.add(name, context)
             self.fill({name: context})
 

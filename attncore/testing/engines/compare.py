@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attncore.abstract import BackendConfig
     from attncore.testing.engines.cache_view import CacheView
 
+MOST_NAMED = 64  # requests of a step
+
 
 class Compared(Protocol):
     """What the comparison reads of an engine: its backend's configuration, the layer's features, how far an output may
@@ -94,7 +96,7 @@ def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepReques
         kind = "natural, a sink included" if engine.features.get("sinks") is not None else "natural"
         raise ConformanceError(
             f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} ({kind}), "
-            f"for token {token} of the step, head {head} [{'; '.join(map(str, requests))}]"
+            f"for token {token} of the step, head {head} [{_batch(requests)}]"
         )
 
 
@@ -118,7 +120,6 @@ def _sentence(
         f"{counted(config.num_heads, 'head')} over {config.num_kv_heads}, head size {config.head_size}, block size "
         f"{config.block_size}, {config.dtype}, cache {config.kv_cache_dtype}" + (f", {what}" if what else "")
     )
-    batch = "; ".join(map(str, requests))
     if found.isnan().any():
         token, head = (int(i) for i in found.isnan().any(dim=2).nonzero()[0])
         why = "the output holds NaN"
@@ -135,7 +136,13 @@ def _sentence(
         token, head = (int(i) for i in (excess == excess.max()).nonzero()[0])
         why = f"the output differs from dense float32 attention by {excess.max():.3g} ({engine.tolerance:g} allowed)"
     where = f"in the {request} (request {request.name}), token {request.context + token}, head {head}"
-    return f"{why} {where} [{setting}] [{batch}]"
+    return f"{why} {where} [{setting}] [{_batch(requests)}]"
+
+
+def _batch(requests: list[StepRequest]) -> str:
+    """The requests of a step; of many the first, so that what is said after them is not cut off."""
+    said = [str(one) for one in requests[:MOST_NAMED]]
+    return "; ".join(said + [f"and {len(requests) - MOST_NAMED} more"] * (len(requests) > MOST_NAMED))
 
 
 def check_output(returned: Any, output: Tensor, method: str = "forward") -> None:

@@ -1,4 +1,5 @@
-"""``copy_blocks`` and ``move_slots`` over the caches of several layers, some of which have one together."""
+"""``copy_blocks`` and ``move_slots`` over the caches of several layers, some of which have one together; and
+``swap_blocks``."""
 
 from __future__ import annotations
 
@@ -29,17 +30,31 @@ def check_copied_blocks(backend: AttentionBackend) -> None:
         _check(backend, "copy_blocks", "block", pairs)
 
 
+def check_swapped_blocks(backend: AttentionBackend) -> None:
+    """ConformanceError unless ``swap_blocks`` copies blocks to another cache, and leaves the source as it was."""
+    source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
+    left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
+    backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))
+    _check_blocks(left, {block: block for block in range(6)}, "the source after swap_blocks")
+    _check_blocks(right, {0: 5, 3: 1}, "swap_blocks of (5, 0), (1, 3)")
+
+
 def check_moved_slots(backend: AttentionBackend) -> None:
     """The same of ``move_slots``, whose moves cross blocks. UnsupportedError where the spec declares no ``tree_mask``
     and the class has no ``move_slots`` of its own.
     """
-    spec = backend.spec
-    if (spec is None or "tree_mask" not in spec.features) and type(backend).move_slots is AttentionBackend.move_slots:
+    if not moves_slots(backend):
         raise UnsupportedError("its spec does not declare tree_mask")
     size = backend.config.block_size
     last = NUM_BLOCKS * size - 1
     for moves in _orders([(size - 1, size), (size, size + 1), (last, 3 * size), (3 * size, last)]):
         _check(backend, "move_slots", "slot", moves)
+
+
+def moves_slots(backend: AttentionBackend) -> bool:
+    """Whether tokens are moved: of draft trees, or by a method of the backend's own."""
+    declared = backend.spec is not None and "tree_mask" in backend.spec.features
+    return declared or type(backend).move_slots is not AttentionBackend.move_slots
 
 
 def _orders(pairs: Pairs) -> list[Pairs]:
@@ -91,3 +106,21 @@ def _another_object(kv_cache: Any) -> Any:
     if isinstance(kv_cache, Tensor):
         return kv_cache.view(kv_cache.shape)
     return tuple(part.view(part.shape) for part in kv_cache)
+
+
+def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> CacheView:
+    """The cache with every element of block i at i + 1."""
+    view = CacheView(backend, kv_cache, num_blocks)
+    for block in range(num_blocks):
+        where = np.zeros((num_blocks, view.block_size), dtype=np.bool_)
+        where[block] = True
+        view.fill(where, block + 1.0)
+    return view
+
+
+def _check_blocks(view: CacheView, expected: dict[int, int], what: str) -> None:
+    for part, owner in zip(view.parts, view.owners, strict=True):
+        for block, number in expected.items():
+            found = part[block].cpu()[owner >= 0].float()
+            if not bool((found == number + 1).all()):
+                raise ConformanceError(f"{what}: block {block} should hold what block {number} held")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncore.builder import InputBatch
 
-MAX_REQUESTS = 144
+MAX_REQUESTS = 264
 MAX_BLOCKS = 4096  # of a request, where a cache has more
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,9 +38,11 @@ def run_batch(engine: Engine, batch: Iterable[tuple[int, int]]) -> Tensor:
     return engine.step({name: count for name, (_, count) in enumerate(pairs)})
 
 
-def run_around_a_block(subject: Subject, backend: AttentionBackend, **given: Any) -> Tensor:
+def run_around_a_block(
+    subject: Subject, backend: AttentionBackend, *, make: Callable[..., Engine] = Engine, **given: Any
+) -> Tensor:
     """The output of requests at the edges of blocks, of an Engine that is made with ``given``; then they all decode."""
-    engine = Engine(backend, **given)
+    engine = make(backend, **given)
     output = run_batch(engine, subject.around_a_block(backend.config.block_size))
     run_decodes_alone(engine)
     return output

@@ -23,8 +23,36 @@ OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
     "sinks": {"sinks": (0.0, 2.0, -1.0, 0.5)},
 }
 """The same with other values, for another layer of the same model."""
+LONG_FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "sliding_window": {"sliding_window": 430},
+    "logits_soft_cap": {"logits_soft_cap": 5.0},
+    "alibi": {"alibi_slopes": (0.004, 0.0005, 0.002, 0.001)},
+    "sinks": {"sinks": (9.0, 8.0, 10.0, 7.0)},
+}
+"""The same with values that show over a thousand keys, whose scores reach 10: a window of several hundred tokens,
+slopes that leave the first key its weight, sinks of the size of the sum."""
+TOGETHER = "together"
+"""In place of a feature: all that are declared."""
 MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
 WHOLE = 32  # a finite set of at most so many sizes is tried whole
+
+
+def in_one_layer(declared: Collection[str], samples: Mapping[str, Mapping[str, Any]] = FEATURES) -> dict[str, Any]:
+    """The arguments of a layer with all of a spec's ``declared`` features that ``samples`` has values for."""
+    return {argument: value for name, given in samples.items() if name in declared for argument, value in given.items()}
+
+
+def of_a_feature(
+    feature: str, declared: Collection[str], samples: Mapping[str, Mapping[str, Any]] = FEATURES
+) -> dict[str, Any]:
+    """The arguments of a layer with ``feature``, one of ``samples`` or TOGETHER. UnsupportedError where the spec does
+    not declare it, or declares fewer than two to put together."""
+    wanted = [name for name in samples if name in declared and feature in (name, TOGETHER)]
+    if not wanted:
+        raise UnsupportedError("its spec does not declare it")
+    if feature == TOGETHER and len(wanted) < 2:
+        raise UnsupportedError("its spec declares fewer than two of these features")
+    return in_one_layer(wanted, samples)
 
 
 def edges(declared: Collection[int] | MultipleOf, most: int) -> list[int]:

@@ -133,7 +133,7 @@ def launcher(query, output, lse, starts, keys, scoring, *, most_queries, one_tok
     rows(
         query, output, starts, keys_of, scale=scoring.scale, window=scoring.window, softcap=scoring.soft_cap,
         slopes=None if scoring.slopes is None else scoring.slopes / 1.4426950408889634,
-        sinks=None if scoring.sinks is None else scoring.sinks / 1.4426950408889634,
+        sinks=scoring.sinks,
     )  # fmt: skip
 
 

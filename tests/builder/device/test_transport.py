@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from builder.device.arena_batches import CONFIG, Backend, two_requests
 
-from attncore.builder import MetadataBuilder
+from attncore.builder import InputBatch, MetadataBuilder
 
 
 def builder_on(device, transport):
@@ -35,3 +35,39 @@ def test_graph_is_refused_where_there_are_no_cuda_graphs(device):
 def test_an_unknown_transport_is_refused():
     with pytest.raises(ValueError, match="transport: 'bus' is not one of auto, graph, copy"):
         builder_on("cpu", "bus")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("bucket", [None, 4])
+def test_a_step_whose_place_on_the_device_was_taken_is_no_last_step(bucket, monkeypatch):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    builder.capture(4)
+    batch.add_request("a", [1, 2, 3], 5)
+    last = builder.build(bucket=bucket).step
+
+    def interrupted(arena):
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder._assembly.side, "_record", interrupted)  # behind the copy
+        with pytest.raises(Interrupt):
+            builder.build(bucket=bucket)
+    assert (builder.last_step, batch.num_computed_tokens("a")) == (last, 6)
+    assert builder.last_metadata is None
+    metadata = builder.build(bucket=bucket)
+    assert builder.last_metadata is metadata
+    assert metadata.seq_lens[0] == metadata.host.seq_lens[0] == 7
+
+
+def test_a_step_that_is_refused_before_it_is_sent_leaves_the_last_one(monkeypatch):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    batch.add_request("a", [1, 2], 5)
+    metadata = builder.build()
+    with pytest.raises(ValueError, match="block"):
+        builder.build(query_len=4)
+    assert builder.last_metadata is metadata

@@ -91,6 +91,20 @@ def test_a_layer_that_shares_a_cache_reads_and_does_not_write():
     assert not torch.equal(shared, kept)
 
 
+def test_each_step_has_the_sinks_that_are_in_the_parameter():
+    """Weights are updated in place, and a captured graph runs no layer's Python: the builder copies them."""
+    sinks = torch.nn.Parameter(torch.zeros(HEADS, dtype=torch.bfloat16), requires_grad=False)
+    layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS, sinks=sinks)}
+    builder = builder_of(layers)
+    before = run(layers["one"], builder.build(0, step([5, 9], [1, 3])), cache())
+    sinks.data.fill_(2.0)
+    found = run(layers["one"], builder.build(0, step([5, 9], [1, 3])), cache())
+    made_later = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS, sinks=sinks)}
+    expected = run(made_later["one"], builder_of(made_later).build(0, step([5, 9], [1, 3])), cache())
+    assert torch.equal(found[:4], expected[:4])
+    assert not torch.equal(found[:4], before[:4])
+
+
 def test_keys_that_are_in_the_cache_already_may_be_left_out():
     layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS)}
     metadata = builder_of(layers).build(0, step([5, 9], [1, 3]))

@@ -19,8 +19,8 @@ FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a layer asks of the kernels. ``slopes`` and ``sinks`` are float32 (heads,) on the device, times log2(e); the
-    scales are floats, or float32 (1,) or (kv heads,) on the device, where the kernel reads them."""
+    """What a layer asks of the kernels. ``slopes``, times log2(e), and ``sinks`` are float32 (heads,) on the device;
+    the scales are floats, or float32 (1,) or (kv heads,) there. The kernel reads tensors each time that it runs."""
 
     scale: float
     window: int | None = None

@@ -26,7 +26,7 @@ class TritonImpl(RocmImpl):
             window=self.sliding_window,
             soft_cap=self.logits_soft_cap,
             slopes=None if self.slopes is None else self.slopes * LOG2E,
-            sinks=None if self.head_sinks is None else self.head_sinks * LOG2E,
+            sinks=self.head_sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             causal=self.attn_type is AttentionType.DECODER,

@@ -95,7 +95,7 @@ class Case:
             tokens = self.query[start : start + queries].float()
             start += queries
             if not keys:
-                sinks = -math.inf if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E
+                sinks = -math.inf if scoring.sinks is None else scoring.sinks.cpu()
                 outputs.append(torch.zeros_like(tokens))
                 lses.append(torch.zeros(tokens.shape[:2]) + sinks)
                 continue
@@ -103,7 +103,7 @@ class Case:
                 "scale": scoring.scale, "causal": scoring.causal, "sliding_window": scoring.window,
                 "logits_soft_cap": scoring.soft_cap,
                 "alibi_slopes": None if scoring.slopes is None else scoring.slopes.cpu() / launch.LOG2E,
-                "sinks": None if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E, "return_lse": True,
+                "sinks": None if scoring.sinks is None else scoring.sinks.cpu(), "return_lse": True,
             }  # fmt: skip
             key, value = said[0].float() * scoring.k_scale, said[1].float() * scoring.v_scale
             if row in self.paths:  # each token over its path alone
@@ -141,7 +141,7 @@ def scoring(**given):
     if given.pop("alibi", False):
         given["slopes"] = torch.tensor([0.5, 0.0625, 0.25, 0.125])[:heads].to(DEVICE) * launch.LOG2E
     if given.pop("sinks", False):
-        given["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0])[:heads].to(DEVICE) * launch.LOG2E
+        given["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0])[:heads].to(DEVICE)
     return launch.Scoring(**{"scale": 0.3, **given})
 
 

@@ -132,7 +132,8 @@ def unified_attention(
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:  # a logit that joins the softmax, once
         if split == 0:
-            peak = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+            # To base 2, as scores are. Here and not on the host: a captured graph sees the layer's own.
+            peak = tl.load(sinks_ptr + head, mask=is_row, other=0.0) * 1.4426950408889634
             total += 1.0
     acc = tl.zeros([ROWS, D], tl.float32)
 

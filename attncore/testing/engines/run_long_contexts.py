@@ -1,0 +1,49 @@
+"""A few steps over more keys than one part of a kernel reads, by every method of a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attncore.testing.engines.every_method_engine import EveryMethodEngine
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
+SPREAD = 2.0
+"""Scores are as many times those of the usual scale: so that some of a thousand keys still count."""
+
+
+class Lengths(NamedTuple):
+    """The keys of a request that decodes; those of one that has a chunk after them, and the tokens of that."""
+
+    decode: int
+    context: int
+    chunk: int
+
+
+LONGEST = Lengths(1100, 700, 300)
+LONGER = Lengths(530, 330, 210)
+"""Beyond 512 keys, at which kernels begin to split them, and a chunk of more than 200 tokens: for every setting."""
+
+
+def run_long_contexts(backend: AttentionBackend, lengths: Lengths = LONGER, **given: Any) -> None:
+    """Decodes, a chunk, several tokens and steps of the list builder, of an EveryMethodEngine made with ``given``."""
+    contexts = {"long": lengths.decode, "chunk": lengths.context, "short": 3}
+    room = lengths.chunk + 16
+    num_blocks = sum(-(-(context + room) // backend.config.block_size) for context in contexts.values()) + 8
+    given = {"scale": SPREAD * backend.config.head_size**-0.5, **given}
+    engine = EveryMethodEngine(backend, num_blocks=num_blocks, **given)
+    for name, context in contexts.items():
+        engine.add(name, context + room)
+    engine.fill(contexts)
+    each = dict.fromkeys(contexts, 1)
+    engine.step(each)
+    engine.step({**each, "chunk": lengths.chunk})
+    engine.step({"long": 1})
+    engine.step({"long": 2, "short": 1})
+    try:
+        engine.list_step({}, each)
+        engine.list_step({"chunk": 5}, {"long": 1, "short": 1})
+    except ValueError as error:
+        if not str(error).startswith("metadata"):  # a row of its own says so
+            raise

@@ -1,0 +1,59 @@
+"""A call that finds no memory has changed nothing, or has happened: one failed allocation after the other."""
+
+import numpy as np
+import pytest
+
+from attncore.builder import InputBatch, MetadataBuilder
+
+_testcapi = pytest.importorskip("_testcapi", reason="this Python has no _testcapi, which makes allocations fail")
+
+
+def without_memory(start, stop, call, *args, **options):
+    """A call in which the allocations from number ``start`` up to ``stop`` fail."""
+    _testcapi.set_nomemory(start, stop)
+    try:
+        call(*args, **options)
+    except (MemoryError, SystemError):  # the latter of NumPy, whose view() returns NULL without an error
+        pass
+    finally:
+        _testcapi.remove_mem_hooks()
+
+
+def padded_builder():
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels="cython")
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    builder.capture(4)
+    batch.add_request("a", [1, 2, 3], 5)
+    builder.build(bucket=4)
+    builder.build(bucket=4)
+    return batch, builder
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_a_padded_step_is_built_and_copied_or_is_not(start):
+    batch, builder = padded_builder()
+    without_memory(start, start + 1, builder.build, bucket=4)
+    metadata = builder.last_metadata
+    assert builder.last_step == batch.num_computed_tokens("a") - 5
+    np.testing.assert_array_equal(metadata.seq_lens, metadata.host.seq_lens)
+    np.testing.assert_array_equal(metadata.slot_mapping, metadata.host.slot_mapping)
+    assert metadata.host.seq_lens[0] == batch.num_computed_tokens("a")
+
+
+@pytest.mark.parametrize("start", range(16))
+def test_what_is_taken_back_is_taken_back_once(start):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels="cython")
+    batch.add_request("a", [1, 2], 5)
+    batch.add_request("b", [3, 4, 5], 9)
+    without_memory(start, start + 5, batch.swap_rows, 0, 1)
+    assert (batch.block_ids("a"), batch.num_computed_tokens("a")) == ([1, 2], 5)
+    assert (batch.block_ids("b"), batch.num_computed_tokens("b")) == ([3, 4, 5], 9)
+
+
+@pytest.mark.parametrize("start", range(16))
+def test_an_array_of_the_host_is_no_array_of_objects(start):
+    _, builder = padded_builder()
+    metadata = builder.last_metadata
+    assert metadata.host.seq_lens[0]  # first: what the first access imports
+    without_memory(start, start + 1, getattr, metadata.host, "positions")
+    assert metadata.host.positions.dtype == np.int64
