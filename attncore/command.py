@@ -172,6 +172,10 @@ class Parser(argparse.ArgumentParser):
             options = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
             if (strange := next((one for one in options if one not in self._option_string_actions), None)) is not None:
                 message = f"unrecognized arguments: {strange}"
+        option, lacks, _ = message.partition(": expected one argument")
+        if lacks:
+            action = self._option_string_actions.get(option.rpartition("/")[2])
+            message = f"{option}: no {action.metavar or 'value'} given" if action else message
         required, none, names = message.partition("the following arguments are required: ")
         if none and not required:
             what = next((action.help for action in self._actions if names == action.metavar), None)

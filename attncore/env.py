@@ -103,18 +103,24 @@ def values(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def problems(plugins: Mapping[str, Collection[str] | None] | None = None) -> dict[str, str]:
-    """Variables that have a bad value or that nothing here reads, each with a sentence that says so.
-
-    ``plugins`` has the variables that each plugin declares by the plugin's name, None where that is not known: any that
-    begins with its prefix may then be its own.
-    """
+def bad_values() -> dict[str, str]:
+    """Variables of attncore that have a bad value, each with a sentence that says so."""
     found = {}
     for variable in _DECLARED:
         try:
             variable()
         except ValueError as error:
             found[variable.name] = str(error)
+    return found
+
+
+def problems(plugins: Mapping[str, Collection[str] | None] | None = None) -> dict[str, str]:
+    """Variables that have a bad value or that nothing here reads, each with a sentence that says so.
+
+    ``plugins`` has the variables that each plugin declares by the plugin's name, None where that is not known: any that
+    begins with its prefix may then be its own.
+    """
+    found = bad_values()
     for name in sorted(os.environ):
         if name.startswith("ATTNCORE_") and name not in VARIABLES:
             owners = {one: known for one, known in (plugins or {}).items() if name.startswith(variable_prefix(one))}

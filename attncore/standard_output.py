@@ -259,8 +259,9 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
         open(copied_descriptor(stream.fileno()), "wb"),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        # Also of an unbuffered one (PYTHONUNBUFFERED), which has no buffer beneath it: this one has, which is filled
+        # whatever ``write_through`` says, and would be written behind what the other stream has said since.
+        line_buffering=stream.line_buffering or stream.write_through,
     )
 
 

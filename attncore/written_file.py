@@ -11,9 +11,13 @@ from pathlib import Path
 from attncore.command import UsageError
 from attncore.standard_output import is_standard_output
 
+COMPRESSED = (".gz", ".svgz", ".bz2", ".xz", ".lzma", ".zst", ".lz4", ".br", ".z", ".zip")
+"""Ends of names of files that are not plain text."""
+
 
 def check_written_file(option: str, file: str | Path, others: Mapping[str, str | Path | None]) -> None:
-    """UsageError, before anything is written, where ``file`` is standard output or one of ``others``.
+    """UsageError, before anything is written, where ``file`` is standard output or one of ``others``, or where its name
+    is that of a compressed file: plain text is written.
 
     ``others`` maps what each is, such as "the trace itself", to its path; ``-`` is standard input, None no file. Two
     names of one file are the same where links lead from one to the other. A hard link is another file: what is
@@ -21,6 +25,10 @@ def check_written_file(option: str, file: str | Path, others: Mapping[str, str |
     """
     if str(file) == "-":
         raise UsageError(f"{option}: '-' is not written to; the report goes to standard output, so give a file")
+    if (end := os.path.splitext(file)[1]).lower() in COMPRESSED:
+        raise UsageError(
+            f"{option}: {file} is the name of a compressed file, and what is written is plain text; leave out {end}"
+        )
     if is_standard_output(file):
         raise UsageError(f"{option}: {file} is standard output, which the report is written to; give another file")
     for what, other in others.items():

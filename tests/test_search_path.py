@@ -45,6 +45,18 @@ def test_the_command_does_not_search_the_current_folder(folder, words):
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.parametrize(("words", "runs_its"), [(["-m"], True), (["-P", "-m"], False)])
+def test_a_folder_of_our_name_is_pythons_to_find(folder, words, runs_its):
+    """With ``-m`` alone Python has found it before anything of ours runs."""
+    (folder / "attncore").mkdir()
+    (folder / "attncore" / "__main__.py").write_text("print('not ours')\n")
+    (folder / "attncore" / "__init__.py").touch()
+    environ = {**os.environ, "PYTHONPATH": str(Path(attncore.__file__).parents[1]), "PYTHONSAFEPATH": ""}
+    command = [sys.executable, *words, "attncore", "--version"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300)
+    assert (done.stdout == "not ours\n") == runs_its
+
+
 def test_a_child_process_does_not_search_the_current_folder(folder, monkeypatch):
     # as `python -m` in this folder has it
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])

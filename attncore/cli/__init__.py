@@ -2,8 +2,9 @@
 
 A command's module has ``configure(parser)`` and ``run(args) -> int``; its docstring is the command's description. Exit
 codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend (a line on
-standard error, and one for each reason), 130 interrupted, 141 the pipe that it writes to is read no more (silently),
-143 terminated, and 128 more than the number of a timer's signal. On a terminal, lines are wrapped to its width.
+standard error, and one for each reason; ``explain`` prints them as its result), 130 interrupted, 141 the pipe that it
+writes to is read no more (silently), 143 terminated, and 128 more than the number of a timer's signal. On a terminal,
+lines are wrapped to its width.
 
 - ``replay``, ``build``, ``list``, ``show``, ``explain``, ``doctor``, ``verify``, ``bench``,
   ``new_backend``: the commands.

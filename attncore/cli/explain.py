@@ -15,7 +15,7 @@ from typing import Any
 from attncore.cli.argument_types import add_choice, backend_name, backend_names
 from attncore.cli.installed_backends import not_installed
 from attncore.command import UsageError
-from attncore.did_you_mean import did_you_mean
+from attncore.did_you_mean import close_name, did_you_mean
 from attncore.json_output import print_json
 from attncore.quoted import quoted
 from attncore.registry import package_requirements
@@ -28,9 +28,10 @@ from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
+from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
-from attncore.registry.request_from_config_json import request_fields
+from attncore.registry.request_from_config_json import in_words_of_config, request_fields
 from attncore.registry.spec.facts import plain_facts
 from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import print_lines
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             negotiation = negotiate_installed(host=host, **fields)
             choice = choose(negotiation)
-        _tell_of_strange_backends(args.prefer or ())
+        _tell_of_strange_backends(args.prefer or (), args.exclude or ())
     if args.json:
         print_json(_as_json(negotiation, choice))
     else:
@@ -206,8 +207,16 @@ def _naming_config(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        if args.config and vars(args).get(str(error).partition(":")[0], error) is None:
-            raise UsageError(f"--config: {args.config}: {error}") from error
+        if not args.config:
+            raise
+        config, text = read_config(args.config), str(error)
+        names = (*(name for name, *_ in (*_COUNTS, *_WORDS)), "logits_soft_cap")
+        options = {name: _flag(name) for name in names if getattr(args, name) is not None}
+        if vars(args).get(text.partition(":")[0], error) is None:
+            raise UsageError(f"--config: {args.config}: {in_words_of_config(text, config, options)}") from error
+        if error.args[:1] == (text,):  # what options give is named by them later
+            given = {name: name for name in options}
+            error.args = (in_words_of_config(text, config, given), *error.args[1:])
         raise
 
 
@@ -237,18 +246,26 @@ def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
         name = package_requirements.name_and_version(text)[0]
         if name not in required:
             line = f"--assume-package: no plugin installed here requires {quoted(name)}{did_you_mean(name, required)}"
-            print_lines(f"attncore explain: {line}", sys.stderr)
+            _warn(line)
 
 
-def _tell_of_strange_backends(preferred: Sequence[str]) -> None:
-    """A line on standard error for each backend of --prefer that is not installed, such as a misspelt one.
+def _tell_of_strange_backends(preferred: Sequence[str], excluded: Sequence[str]) -> None:
+    """A line on standard error for each backend of --prefer that is not installed, such as a misspelt one, and for each
+    of --exclude whose name resembles one that may be used then.
 
     It is no error: one command line may serve machines on which others are installed.
     """
     installed = {record.name for record in registry().records}
     for name in dict.fromkeys(preferred):
         if name not in installed:
-            print_lines(f"attncore explain: {not_installed('--prefer', name)}", sys.stderr)
+            _warn(not_installed("--prefer", name))
+    for name in dict.fromkeys(excluded):
+        if close_name(name, {*installed, *KNOWN}):
+            _warn(not_installed("--exclude", name))
+
+
+def _warn(text: object) -> None:
+    print_lines(f"attncore explain: warning: {text}", sys.stderr)
 
 
 def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str, Negotiation]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.cli.argument_types import parse_integer
 from attncore.command import UsageError
+from attncore.quoted import quoted
 from attncore.show import counted
 
 MAX_BLOCK_SIZE, MAX_WINDOW, MAX_DRAFTS, MAX_RANKS = 2**20, 2**31 - 1, 1023, 1024
@@ -29,6 +30,8 @@ def parse_groups(text: str) -> tuple[KVCacheGroup, ...]:
         name, *numbers = (word.strip() for word in part.split(":"))
         if not name or len(numbers) not in (1, 2):
             raise argparse.ArgumentTypeError(f"{part[:40]!r} is not NAME:BLOCK_SIZE or NAME:BLOCK_SIZE:WINDOW")
+        if not name.isprintable():  # it is part of reports and of errors
+            raise argparse.ArgumentTypeError(f"{quoted(name)} has letters that cannot be printed; give another name")
         block_size = parse_integer(numbers[0], 1, MAX_BLOCK_SIZE, f"block size of {name}")
         window = parse_integer(numbers[1], 1, MAX_WINDOW, f"window of {name}") if len(numbers) == 2 else None
         parsed.append(KVCacheGroup(name, block_size, sliding_window=window))

@@ -16,13 +16,15 @@ import importlib
 import importlib.util
 import math
 import platform
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli import replay_options
 from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
-from attncore.cli.progress_bar import progress_bar
+from attncore.cli.persistent_builder_options import group_text
+from attncore.cli.progress_bar import progress_bar, said_meanwhile
 from attncore.cli.typed_input import say_that_it_reads
 from attncore.command import UsageError, check_current_folder, fail
 from attncore.errors import NoBackendError
@@ -44,6 +46,7 @@ from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
 from attncore.replay.traces.trace import Trace, TraceError
+from attncore.show import counted
 from attncore.standard_output import kept_stream, stdout_to_stderr
 from attncore.terminal import print_lines
 from attncore.testing.bench.machine import machine
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from attncore.replay.layers.whole_model import ModelLayers
 
 _WHY_NONE = "--metadata-only runs no attention"
+_LONG = 10**12
+"""Weights times tokens beyond which a run says what it does where no bar is drawn: a minute of a few cores."""
 
 
 configure = replay_options.add_options
@@ -89,6 +94,10 @@ def _run(args: argparse.Namespace) -> int:
             record.open()
         page = stack.enter_context(html_file(args.html))
         layers, why = _layers(args, settings, trace)  # behind the files: torch takes seconds, a mistyped name none
+        _say_what_runs(layers, trace)
+        for note in (trace.doubt, getattr(layers, "note", "")):
+            if note:
+                _say(f"note: {note}")
         progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))
@@ -110,10 +119,22 @@ def _run(args: argparse.Namespace) -> int:
         print_json(written)
     else:
         print_report(written)
-        for what, file in (("steps", args.save_steps), ("page", args.html)):
-            if file:
-                print_lines(f"{what} written to {one_line(file)}", kept_stream("stdout"))
+        if args.save_steps:
+            reader = " ".join(("attncore build", *_options_of_build(args)))
+            print_lines(f"steps written to {one_line(args.save_steps)}, for `{reader}`", kept_stream("stdout"))
+        if args.html:
+            print_lines(f"page written to {one_line(args.html)}", kept_stream("stdout"))
     return 1 if outcome.verification.failed else 0
+
+
+def _options_of_build(args: argparse.Namespace) -> Iterator[str]:
+    """The options with which ``attncore build`` reads the steps that were saved; of ranks, those of the first."""
+    if args.groups:
+        yield f"--groups {shlex.quote(','.join(map(group_text, args.groups)))}"
+    if args.speculative:
+        yield f"--speculative {args.speculative.num_drafts}"
+    if args.context_parallel:
+        yield f"--context-parallel {args.context_parallel.world_size}:0:{args.context_parallel.interleave}"
 
 
 def _environment(layers: AttentionLayers | ModelLayers | None) -> dict[str, Any]:
@@ -144,6 +165,25 @@ def _trace(args: argparse.Namespace) -> Trace:
     trace = synthetic.synthetic_trace(args.requests or synthetic.NUM_REQUESTS, args.seed)
     kept = tuple(request for request in trace.requests if request.arrival < seconds)
     return Trace(trace.source, trace.format, kept)
+
+
+def _say(text: str) -> None:
+    """A line on standard error."""
+    print_lines(f"attncore replay: {text}", kept_stream("stderr"))
+
+
+def _say_what_runs(layers: Any, trace: Trace) -> None:
+    """A line that says how much a model is to run, where that may take long or somebody waits at a terminal."""
+    if (model := getattr(layers, "model", None)) is None:
+        return
+    tokens = sum(request.prompt_tokens + request.output_tokens for request in trace.requests)
+    weights = sum(one.numel() for one in model.parameters())
+    if kept_stream("stderr").isatty() or (layers.device == "cpu" and weights * tokens > _LONG):
+        amount = f"{counted(len(trace.requests), 'request', spec=',')} of {counted(tokens, 'token', spec=',')} in all"
+        _say(
+            f"runs {amount} through a model of {weights:,} weights on {layers.device}: {layers.described}; --requests "
+            "N runs fewer"
+        )
 
 
 def _layers(
@@ -198,7 +238,7 @@ def _model(
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 
-    with stdout_to_stderr():
+    with stdout_to_stderr(), said_meanwhile("making the model"):
         try:
             longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)  # one at least
             layers = ModelLayers(path, settings, backend, longest, options=options)

@@ -235,11 +235,6 @@ def _check_files(args: argparse.Namespace) -> None:
     """UsageError where a file that is written is one that is read, the other one, or where the report goes."""
     model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)
     others = {"the trace itself": args.trace or args.trace_option, "the model's own": model}
-    if args.save_steps and args.save_steps.lower().endswith(".gz"):
-        raise UsageError(
-            f"--save-steps: {args.save_steps} is the name of a gzipped file, and steps are written as plain text; "
-            "leave out .gz"
-        )
     for option, file in {"--save-steps": args.save_steps, "--html": args.html}.items():
         if file:
             check_written_file(option, file, others)

@@ -130,8 +130,11 @@ def metadata_of(
     )  # fmt: skip
     try:
         return builder.build(batch.groups, batch.cuda_graph_pad_size)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
         _check_values(batch.groups)
+        argument, _, text = str(error).partition(": ")
+        if argument == "cuda_graph_pad_size":  # the field from which it is worked out is the line's
+            raise ValueError(f"graph_batch_size: {text}") from None
         raise
 
 

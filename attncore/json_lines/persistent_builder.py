@@ -87,6 +87,12 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
             raise ValueError(f"sequences[{index}].seq_id: {sequence.seq_id} stands twice in one step")
         seen.add(sequence.seq_id)
     _check_sums(groups, sequences, options.max_answer)
+    longest = _longest(sequences)
+    for index, sequence in enumerate(sequences):
+        for group, table in zip(groups, _tables(groups, longest, sequence).values(), strict=True):
+            path = f"sequences[{index}].{f'block_tables.{group.name}' if options.groups else 'block_table'}"
+            passed = max(0, sequence.context_len + 1 - group.sliding_window) if group.sliding_window else 0
+            _check_places(path, table, passed // group.block_size)
     return StepLine(groups, sequences)
 
 
@@ -99,10 +105,8 @@ def build_step(step: StepLine, options: StepOptions, kernels: KernelsName | None
     groups, sequences = step
     longest = _longest(sequences)
     batch = InputBatch(max_num_reqs=len(sequences), max_model_len=longest, groups=groups, kernels=kernels)
-    widths = {group.name: -(-longest // group.block_size) for group in groups}
     for sequence in sequences:
-        tables = {name: table[: widths[name]] for name, table in sequence.tables.items()}
-        batch.add_request(sequence.seq_id, tables, sequence.context_len)
+        batch.add_request(sequence.seq_id, _tables(groups, longest, sequence), sequence.context_len)
     ranks = None
     if options.world_size > 1:
         block_size = groups[0].block_size
@@ -128,6 +132,11 @@ def _of_group(metadata: StepMetadata) -> dict[str, Any]:
 def _longest(sequences: list[StepSequence]) -> int:
     """Tokens of the longest sequence after this step; block tables are as wide as it needs."""
     return max(sequence.context_len + sequence.query_len for sequence in sequences)
+
+
+def _tables(groups: tuple[KVCacheGroup, ...], longest: int, sequence: StepSequence) -> dict[str, list[int]]:
+    """The blocks of a sequence as far as a table that holds ``longest`` tokens has columns for them."""
+    return {group.name: sequence.tables[group.name][: -(-longest // group.block_size)] for group in groups}
 
 
 def _check_ranks(block_size: int, options: StepOptions) -> None:
@@ -175,6 +184,27 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
             raise ValueError(
                 f"{path}: sequence {seq_id} would write token {max(context_len, index * block_size)} to block "
                 f"{NULL_BLOCK_ID}, the null block (index {index}, block_size {block_size})"
+            )
+
+
+def _check_places(path: str, table: list[int], first: int) -> None:
+    """ValueError where a block stands twice, or the null block from index ``first`` on, which no window has passed.
+
+    The batch would refuse them too, in the words of its argument.
+    """
+    if NULL_BLOCK_ID not in table and len(set(table)) == len(table):
+        return
+    places: dict[int, int] = {}
+    for index, block in enumerate(table):
+        if block == NULL_BLOCK_ID:
+            if index >= first:
+                raise ValueError(
+                    f"{path}: block {block} at index {index}, the null block, where no window has passed; give the "
+                    "tokens there a block of their own"
+                )
+        elif (before := places.setdefault(block, index)) != index:
+            raise ValueError(
+                f"{path}: block {block} stands at index {before} and again at {index}; give each place its own"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,15 @@ from attncore.registry.config_json import read_config
 
 _ALIBI_MODELS = ("bloom",)
 _SINK_MODELS = ("gpt_oss",)
+_NAMES = {
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_size": ("head_dim",),
+    "dtype": ("dtype", "torch_dtype"),
+    "logits_soft_cap": ("attn_logit_softcapping",),
+    "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}
+"""What configurations call fields of a request, the usual name first."""
 
 
 def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
@@ -33,7 +43,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if isinstance(config.get("text_config"), Mapping):
         outer, config = config, config["text_config"]
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
-    heads = _count(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+    heads = _count(config, *_NAMES["num_heads"])
     if heads % tensor_parallel:
         raise ValueError(
             f"tensor_parallel: {tensor_parallel} does not divide the model's number of heads, {quoted(heads)}"
@@ -43,7 +53,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         "num_kv_heads": _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
         "head_size": _head_size(config, heads),
         "dtype": _dtype(config),
-        "max_model_len": _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        "max_model_len": _optional(config, *_NAMES["max_model_len"]),
         "sliding_window": _window(config),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
         "alibi": _alibi(config),
@@ -55,6 +65,20 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def in_words_of_config(text: str, config: Mapping[str, Any], options: Mapping[str, str] | None = None) -> str:
+    """``text``, an error of a request, with the names that ``config`` has in place of the request's.
+
+    ``options`` has the fields that come from elsewhere, and what they are called there.
+    """
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    names = {
+        field: next((name for name in names if config.get(name) is not None), field) for field, names in _NAMES.items()
+    }
+    names |= options or {}
+    return re.sub(rf"(?<![\w./'\"-])({'|'.join(names)})(?![\w./'\"-])", lambda found: names[found[1]], text)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
@@ -82,7 +106,7 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
         return 1
     attention = config.get("attn_config")
     nested = _optional(attention, "kv_n_heads") if isinstance(attention, Mapping) else None
-    return nested or _optional(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+    return nested or _optional(config, *_NAMES["num_kv_heads"]) or heads
 
 
 def _kv_heads_of_rank(heads: int, ranks: int) -> int:
@@ -95,7 +119,7 @@ def _kv_heads_of_rank(heads: int, ranks: int) -> int:
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
-    if stated := _optional(config, "head_dim"):
+    if stated := _optional(config, *_NAMES["head_size"]):
         return stated
     size = _count(config, "hidden_size", "n_embd", "d_model")
     if size % heads:

@@ -50,6 +50,8 @@ def errors_as_model_errors(path: str) -> Iterator[None]:
     except Exception as error:
         if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
             raise
+        if isinstance(error, ZeroDivisionError):
+            raise ModelError(f"{path}: transformers divides by a number of it that is 0 ({error})") from error
         # Of a configuration's class: what is wrong stands behind the names of Python's parts of it.
         strict = any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__)
         reason = error.__cause__ if strict else None

@@ -191,6 +191,9 @@ def test_a_graph_batch(build):
     answer = json.loads(build(json.dumps(batch))[1][0])
     assert answer["use_cuda_graph"]
     assert answer["block_tables"] == [[9, 2, 7], [5, 0, 0], [0, 0, 0]]
+    code, out, err = build(json.dumps(batch | {"graph_batch_size": 2**31 - 1}))
+    assert (code, out) == (2, [])
+    assert err == "line 1: graph_batch_size: 2147483645 padded requests do not fit int32\n"
 
 
 def test_max_seq_len_to_capture_is_read_only_with_a_graph(build):
@@ -292,7 +295,7 @@ def test_a_graph_without_a_length_to_capture(build):
         (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help lists the options"),
         (["--layout", "flsh"], "--layout: invalid choice: 'flsh'"),
         (["--kernels", "c"], "--kernels: invalid choice: 'c'"),
-        (["-", "--kernels"], "--kernels: expected one argument"),
+        (["-", "--kernels"], "--kernels: no value given"),
         (["no-such-file"], "no-such-file cannot be read: No such file or directory"),
         (["/"], "/ cannot be read: Is a directory"),
     ],

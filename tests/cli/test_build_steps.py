@@ -178,6 +178,18 @@ BAD = [
         changed("sequences.1.block_tables.full", [5, 9, 0]),
         "sequences[1].block_tables.full: sequence 5 would write token 9 to block 0, the null block (index 2",
     ),
+    (
+        changed(f"{FIRST}.block_tables.full", [7, 3, 7]),
+        "sequences[0].block_tables.full: block 7 stands at index 0 and again at 2; give each place its own",
+    ),
+    (
+        changed("sequences.1.block_tables.full", [5, 0, 2]),
+        "sequences[1].block_tables.full: block 0 at index 1, the null block, where no window has passed; give the",
+    ),
+    (
+        changed("sequences.1.block_tables.full", [5, 9, 2]).replace("[0, 7]", "[0, 0, 7]"),
+        "sequences[1].block_tables.window: sequence 5 would write token 9 to block 0",
+    ),
     (json.dumps(EXAMPLE).replace('"seq_id": 7', '"seq_id": 7, "seq_id": 7'), "seq_id: stands twice in one object"),
 ]
 
@@ -188,6 +200,31 @@ def test_the_first_bad_line_ends_the_run(build, line, message):
     assert (code, len(answers)) == (2, 1)
     assert err.startswith(f"line 2: {message}")
     assert err.count("\n") == 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_what_a_batch_refuses_is_named_by_its_field(data):
+    """Tables of few ids, so that some stand twice: none of them is refused when its batch is made."""
+    table = st.lists(st.integers(0, 5), min_size=3, max_size=4)
+    sequences = [
+        {
+            "seq_id": index,
+            "query_len": data.draw(st.integers(1, 4)),
+            "context_len": data.draw(st.integers(0, 8)),
+            "block_tables": {"full": data.draw(table), "window": data.draw(table)},
+        }
+        for index in range(2)
+    ]
+    options = StepOptions((KVCacheGroup("full", 4), KVCacheGroup("window", 8, sliding_window=2)))
+    refused = ""
+    try:
+        step = parse_step(json.dumps({"sequences": sequences}), options)
+    except ValueError as error:
+        refused = str(error)
+    if not refused:
+        build_step(step, options)
+    assert not refused or refused.startswith("sequences[")
 
 
 def test_lines_of_the_other_builder_are_refused_with_the_options_that_read_them(build):

@@ -281,6 +281,16 @@ def test_variables_known_and_unknown(site, capsys, monkeypatch):
     assert any("did you mean ATTNCORE_PLUGINS" in finding for finding in report["findings"])
 
 
+def test_what_a_variable_breaks_needs_no_update(site, capsys, monkeypatch):
+    site.plugin("acme", "from attncore import env\nenv.kernels()\nraise RuntimeError('no licence')\n")
+    fixes = []
+    for value in ("cyton", "numba"):
+        monkeypatch.setenv("ATTNCORE_KERNELS", value)
+        _, report = doctor(capsys, "--no-create")
+        fixes += [reason["fix"] for row in report["backends"] for reason in row["reasons"] if row["name"] == "acme"]
+    assert fixes == ["correct ATTNCORE_KERNELS", "update attn-acme, or report it to its authors"]
+
+
 def test_a_list_that_cannot_be_read_lets_nothing_load(site, capsys, monkeypatch):
     site.plugin("acme", "import pathlib\npathlib.Path(__file__).with_name('ran').touch()")
     monkeypatch.setenv("ATTNCORE_PLUGINS", "Not A Name")

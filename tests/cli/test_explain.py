@@ -1,6 +1,7 @@
 """``attncore explain``."""
 
 import json
+import re
 
 import pytest
 from lookalikes import REGISTRY
@@ -105,6 +106,22 @@ def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
     assert json.loads(out)["request"]["dtype"] == "float16"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--config: PATH: n_head_kv: 3 does not divide n_head 32"),
+        (["--num-heads", "5"], "--config: PATH: n_head_kv: 3 does not divide --num-heads 5"),
+        (["--num-kv-heads", "6"], "--num-kv-heads: 6 does not divide n_head 32"),
+        (["--num-kv-heads", "6", "--num-heads", "5"], "--num-kv-heads: 6 does not divide --num-heads 5"),
+    ],
+)
+def test_a_field_is_named_as_where_it_stands(options, message, plugins, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"n_head": 32, "n_head_kv": 3, "head_dim": 64}))
+    code, _, err = ask(capsys, "--assume", "sm_90", "--config", str(path), *options)
+    assert (code, err) == (2, f"attncore: error: {message.replace('PATH', str(path))}\n")
+
+
 def test_a_cache_of_the_engines_own_is_asked_for(plugins, capsys):
     _, out, _ = ask(capsys, "--assume", "cpu", "--strided-kv-cache", "--json")
     report = json.loads(out)
@@ -125,7 +142,7 @@ def test_a_package_that_no_plugin_requires_is_told(site, capsys):
     words = ["--assume", "cpu", "--backend", "acme", "--assume-package"]
     code, _, err = ask(capsys, *words, "Acme_Kernel==2.1")
     told = "no plugin installed here requires 'acme-kernel'; did you mean acme-kernels?"
-    assert (code, err) == (3, f"attncore explain: --assume-package: {told}\n")
+    assert (code, err) == (3, f"attncore explain: warning: --assume-package: {told}\n")
     assert ask(capsys, *words, "acme-kernels==2.1")[::2] == (0, "")
 
 
@@ -189,5 +206,22 @@ def test_a_preferred_backend_that_is_not_installed_is_said_and_no_error(site, ca
     assert code == 0
     assert "acme (attn-acme 1.0): chosen; preferred by the request" in out
     assert err == (
-        "attncore explain: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you mean acme?\n"
+        "attncore explain: warning: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you "
+        "mean acme?\n"
     )
+
+
+def test_a_misspelt_name_that_is_excluded_is_said_and_no_error(site, capsys):
+    """One that resembles none may be that of another machine's."""
+    site.plugin("acme")
+    code, out, err = ask(capsys, "--exclude", "acmee,flash,other")
+    assert code == 0
+    assert re.findall(r"^(\w+): no distribution .* correct the name(.*)", out, re.MULTILINE) == [
+        ("acmee", " (did you mean acme?), or leave it out of exclude"),
+        ("other", ", or leave it out of exclude"),
+    ]
+    assert err == (
+        "attncore explain: warning: --exclude: no backend 'acmee' is installed; installed: acme, reference; did you "
+        "mean acme?\n"
+    )
+    assert "correct the name, or install what provides it" in ask(capsys, "--prefer", "other", "--exclude", "other")[1]

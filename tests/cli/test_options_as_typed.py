@@ -68,10 +68,14 @@ def test_a_file_that_is_called_as_an_option_is_a_file(name, tmp_path, capsys, mo
     [
         ({"sliding_window": 0}, "", "--config: c.json: sliding_window: 0 is not a positive integer"),
         ({"head_dim": 0}, "", "--config: c.json: head_dim: 0 is not a positive integer"),
-        ({"torch_dtype": "int3"}, "", "--config: c.json: dtype: 'int3' is not one of"),
-        ({"num_key_value_heads": 3}, "", "--config: c.json: num_kv_heads: 3 does not divide num_heads 8"),
-        ({"attn_logit_softcapping": "x"}, "", "--config: c.json: logits_soft_cap: 'x' is not a positive"),
-        ({}, "--num-kv-heads 3", "--num-kv-heads: 3 does not divide num_heads 8"),
+        ({"torch_dtype": "int3"}, "", "--config: c.json: torch_dtype: 'int3' is not one of"),
+        (
+            {"num_key_value_heads": 3},
+            "",
+            "--config: c.json: num_key_value_heads: 3 does not divide num_attention_heads 8",
+        ),
+        ({"attn_logit_softcapping": "x"}, "", "--config: c.json: attn_logit_softcapping: 'x' is not a positive"),
+        ({}, "--num-kv-heads 3", "--num-kv-heads: 3 does not divide num_attention_heads 8"),
         ({}, "--tensor-parallel 3", "--tensor-parallel: 3 does not divide the model's number of heads, 8"),
     ],
 )

@@ -40,7 +40,14 @@ BAD = {
     "seed": (["TRACE", "--seed", "-1"], ["--seed", "-1 is not between 0 and"]),
     "verify": (["TRACE", "--verify-every", "0"], ["--verify-every", "0 is not between 1 and"]),
     "nowhere to save": (["TRACE", "--metadata-only", "--save-steps", "absent/x"], ["absent/x", "No such file"]),
+    "nowhere to save to": (["TRACE", "--save-steps"], ["--save-steps", "no FILE given"]),
     "a gzipped name": (["TRACE", "--metadata-only", "--save-steps", "x.jsonl.gz"], ["--save-steps", "leave out .gz"]),
+    "a packed name": (["TRACE", "--metadata-only", "--save-steps", "x.BZ2"], ["--save-steps", "leave out .BZ2"]),
+    "a gzipped page": (["TRACE", "--metadata-only", "--html", "x.html.gz"], ["--html", "x.html.gz", "leave out .gz"]),
+    "a name in colour": (
+        ["TRACE", "--groups", "\x1b[31mred:16"],
+        ["--groups", r"'\x1b[31mred' has letters that cannot be printed"],
+    ),
     "group without a size": (["TRACE", "--groups", "full"], ["--groups", "'full' is not NAME:BLOCK_SIZE"]),
     "group of size 0": (["TRACE", "--groups", "full:0"], ["--groups", "block size of full 0 is not between 1"]),
     "group twice": (["TRACE", "--groups", "a:16,a:32"], ["--groups", "'a' stands twice"]),
@@ -171,6 +178,25 @@ def test_a_row_that_is_cut_is_said_to_be_the_last(capsys, tmp_path):
         code, out, err = ran(capsys, str(path), "--metadata-only")
         assert (code, out) == (2, "")
         assert err.endswith(f"row 2 (line 3): GeneratedTokens: '' is not a whole number of tokens{end}\n")
+
+
+def test_a_last_number_that_may_be_cut_is_said(capsys, tmp_path):
+    """Where the row is replayed, and no checksum says that the file is whole."""
+    path = tmp_path / "trace.csv"
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:00.0,30,4\r\n2023-11-16 18:15:01.0,30,4"
+    note = (
+        f"attncore replay: note: {path}: row 2 (line 3), the last, has no line end: the file may be cut, and its "
+        "GeneratedTokens, 4, be the beginning of a number\n"
+    )
+    for data, words, expected in (
+        (rows.encode(), [], note),
+        (rows.encode(), ["--requests", "1"], ""),
+        (rows.encode() + b"\n", [], ""),
+        (gzip.compress(rows.encode()), [], ""),
+    ):
+        path.write_bytes(data)
+        code, _, err = ran(capsys, str(path), "--metadata-only", *words)
+        assert (code, err) == (0, expected)
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "transformers and torch"])

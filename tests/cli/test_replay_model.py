@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,16 @@ def config(tmp_path):
     return write
 
 
+WORDS = ["--requests", "1", "--num-blocks", "40", "--verify-every", "99"]
+"""Of a run that takes little time."""
+
+
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.csv"
     rows = [(i, 30 + 37 * i % 90, 3 + i % 5) for i in range(12)]
     lines = [f"2023-11-16 18:15:{i:02}.0000000,{prompt},{output}" for i, prompt, output in rows]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
     return str(path)
 
 
@@ -58,6 +63,58 @@ def test_logits_are_those_of_the_model_alone(facts, config, trace, capsys):
     assert layers[2].endswith(
         ": 4 heads, 1 key/value head of 24" if facts is DEEPSEEK else " 4 heads, 2 key/value heads of 8"
     )
+
+
+def test_numbers_that_the_model_does_not_read_are_said(config, trace, capsys):
+    facts = {**LLAMA, "num_kv_heads": 2, "n_layers": 2, "use_it": True, "_odd": 3, "\x1b[31m": 1}
+    path = config({name: value for name, value in facts.items() if name != "num_key_value_heads"})
+    assert main(["replay", trace, "--model", path, *WORDS]) == 0
+    fields = "num_kv_heads, n_layers, \\x1b[31m"
+    expected = f"attncore replay: note: {path}: {fields}: LlamaConfig has no such fields, which change nothing\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "note"),
+    [
+        ({}, ""),
+        ({"rope_theta": 10000, "head_dim": 8, "pretraining_tp": 1, "bos_token_id": 1}, ""),
+        ({"n_ctx": 3}, "n_ctx: LlamaConfig has no such field, which changes nothing"),
+        (
+            {f"strange_{index}": index for index in range(9)},
+            ", ".join(f"strange_{index}" for index in range(6))
+            + " and 3 more fields: LlamaConfig has no such fields, which change nothing",
+        ),
+        ({"model_type": "qwen3_moe", "head_dim": 8}, ""),  # which is read, and no field of the class
+        ({"model_type": "gpt2", "n_ctx": 1024}, "n_ctx: GPT2Config has no such field, which changes nothing"),
+    ],
+    ids=["none", "read", "one", "many", "undeclared", "published"],
+)
+def test_which_numbers_are_not_read(facts, note):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attncore.replay.layers.unread_fields import note_of_unread_fields
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**LLAMA, **facts}))
+    assert note_of_unread_fields(model, facts) == note
+
+
+@pytest.mark.parametrize("why", ["terminal", "long", ""])
+def test_what_is_to_run_is_said_first(why, config, trace, capsys, monkeypatch):
+    from attncore.cli import replay
+
+    if why == "terminal":
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if why == "long":
+        monkeypatch.setattr(replay, "_LONG", 19_616 * 33 - 1)
+    assert main(["replay", trace, "--model", config(LLAMA), *WORDS]) == 0
+    said = (
+        "attncore replay: runs 1 request of 33 tokens in all through a model of 19,616 weights on cpu: 2 of "
+        "LlamaForCausalLM: 4 heads, 2 key/value heads of 8; --requests N runs fewer"
+    )
+    assert (said in " ".join(capsys.readouterr().err.split())) == bool(why)
 
 
 @pytest.mark.parametrize("num_blocks", [20, 500])
@@ -102,6 +159,32 @@ def test_the_states_of_all_requests_are_counted(config, trace, capsys, monkeypat
     assert main([*words, "9999", "--max-num-batched-tokens", "9999"]) == 2
     assert "the states of 9999 requests do not fit in memory: 0.0 GiB, more than half" in capsys.readouterr().err
     assert main([*words, "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "taken", "advice"),
+    [
+        (LLAMA, 2 * 40 * 16 * 2 * 2 * 8 * 4, "pass a smaller --num-blocks\n"),
+        (  # of each request a state of 4 heads of 8 x 8, and 3 columns of a convolution over 48 numbers
+            HYBRID, 2 * (40 * 16 * 2 * 2 * 8 * 4 + 6 * (4 * 8 * 8 + 48 * 4) * 4),
+            "for the states of 5 requests (they take 0.0 GiB, and 0.0 GiB are free); pass a smaller --num-blocks or "
+            "--max-num-seqs\n",
+        ),
+    ],
+    ids=["llama", "falcon_h1"],
+)  # fmt: skip
+def test_what_caches_take_is_counted_first(facts, taken, advice, config, trace, capsys, monkeypatch):
+    from attncore.replay.layers import cache_memory
+
+    words = ["replay", trace, "--model", config(facts), "--requests", "1", "--num-blocks", "40", "--max-num-seqs", "5"]
+    monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken - 1) / cache_memory.MOST)
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("attncore: error: --num-blocks: no memory for 2 caches of 40 blocks of 16")
+    assert err.endswith(advice)
+    assert err.count("\n") == 1
+    monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken + 1) / cache_memory.MOST)
+    assert main(words) == 0
 
 
 def test_states_in_anothers_slot_are_found(config, trace, capsys, monkeypatch):

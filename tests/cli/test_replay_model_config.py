@@ -11,6 +11,7 @@ import pytest
 
 from attncore.cli import main
 from attncore.replay.layers.misspelt_field import misspelt_field
+from attncore.replay.model_error import ModelError, errors_as_model_errors
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -64,7 +65,7 @@ def refused(result, message):
     ("field", "message"),
     [
         ({"dtype": "float64"}, "dtype: 'float64' is not one of"),
-        ({"num_key_value_heads": 3}, "num_kv_heads: 3 does not"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
     ],
 )
 def test_what_the_model_has_is_not_told_of_an_option(model, capsys, field, message):
@@ -137,8 +138,14 @@ def test_a_name_that_is_no_file_is_not_fetched(name, model, no_network, capsys, 
         ({"hidden_size": "x"}, "--model: "),
         ({"hidden_size": -1}, "--model: "),
         ({"head_dim": 0}, "--model: "),
-        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
-        ({"vocab_size": 0}, "--model: "),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a positive integer"),
+        ({"hidden_size": 0}, "hidden_size: 0 is not a positive integer"),
+        ({"model_type": "gpt2", "n_layer": -1}, "n_layer: -1 is not a positive integer"),
+        (
+            {"model_type": "lama"},
+            "is none of transformers' own; code of a configuration is not run; did you mean llama?",
+        ),
+        ({"vocab_size": 0}, "vocab_size: 0 is not a positive integer"),
         ({"vocab_size": 1.5}, "--model: "),
         ({"max_position_embeddings": -5}, "max_position_embeddings: -5 is not a positive integer"),
         ({"hidden_act": "os.system"}, "--model: "),
@@ -151,6 +158,13 @@ def test_a_name_that_is_no_file_is_not_fetched(name, model, no_network, capsys, 
 )
 def test_a_field_that_makes_no_model_is_one_line(fields, message, model, capsys):
     refused(model({**LLAMA, **fields}, capsys), message)
+
+
+def test_a_division_by_zero_is_a_sentence():
+    """Of fields that are not among the sizes which are compared with 1."""
+    with pytest.raises(ModelError, match=r"^here: transformers divides by a number of it that is 0 \("):
+        with errors_as_model_errors("here"):
+            1 // 0  # noqa: B018
 
 
 @pytest.mark.parametrize(

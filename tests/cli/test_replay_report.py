@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,23 @@ def test_what_was_written_is_said_at_the_end(capsys, trace, tmp_path):
     steps, page = str(tmp_path / "steps.jsonl"), str(tmp_path / "page.html")
     code, out, _ = ran(capsys, trace, "--metadata-only", "--save-steps", steps, "--html", page)
     assert code == 0
-    assert out.splitlines()[-2:] == [f"steps written to {steps}", f"page written to {page}"]
+    assert out.splitlines()[-2:] == [f"steps written to {steps}, for `attncore build`", f"page written to {page}"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--groups", "full:16,window:8:32"], ["--speculative", "2"], ["--context-parallel", "2:4", "--block-size", "8"]],
+)
+def test_what_reads_saved_steps_is_said(capsys, trace, tmp_path, options):
+    steps = tmp_path / "steps.jsonl"
+    code, out, _ = ran(capsys, trace, "--metadata-only", "--save-steps", str(steps), *options)
+    command = out.splitlines()[-1].partition(f"steps written to {steps}, for `attncore ")[2].removesuffix("`")
+    assert (code, main([*shlex.split(command), str(steps)])) == (0, 0)
+
+
+def test_a_short_time_is_not_0(capsys, trace):
+    _, out, _ = ran(capsys, trace, "--metadata-only")
+    assert re.search(r"s of virtual time, ([1-9][0-9]* ms|[0-9.]+[1-9] s) here", " ".join(out.split()))
 
 
 def test_the_timeline_says_what_its_numbers_are_of(capsys, trace):

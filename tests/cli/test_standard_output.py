@@ -1,5 +1,6 @@
 """Standard output is the command's: what plugins and libraries print goes to standard error, whenever they do."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,6 +8,8 @@ import sys
 
 import pytest
 from planting import HEAVY, SPEC
+
+from attncore.standard_output import _own
 
 LOUD = """
 import atexit, ctypes, os, subprocess, sys, threading
@@ -87,3 +90,13 @@ def test_main_with_arguments_leaves_the_process_as_it_was(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout.splitlines()[1:] == ["after", "native"]
     assert done.stdout.startswith("attncore ")
+
+
+@pytest.mark.parametrize("how", [{"write_through": True}, {"line_buffering": True}, {}])
+def test_lines_are_written_as_the_stream_before_wrote_them(how, tmp_path):
+    """Else what one stream says on a terminal is behind what the other has said since."""
+    file = tmp_path / "stream"
+    with io.TextIOWrapper(open(file, "wb", buffering=0), encoding="utf-8", **how) as stream, _own(stream) as own:
+        own.write("a line\n")
+        assert file.read_text() == ("a line\n" if how else "")
+    assert file.read_text() == "a line\n"

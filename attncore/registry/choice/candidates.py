@@ -80,15 +80,18 @@ def candidates(request: AttentionRequest, host: Host, records: Iterable[PluginRe
         if name not in names:
             found.append(Candidate(name, known.distribution, "", "not_installed", (not_installed(name, host),)))
     names.update(KNOWN)
-    asked = (*((request.backend,) if request.backend else ()), *request.prefer, *sorted(request.exclude))
-    found.extend(_unknown(name, sorted(names)) for name in dict.fromkeys(asked) if name not in names)
+    wanted = (*((request.backend,) if request.backend else ()), *request.prefer)
+    for name in dict.fromkeys((*wanted, *sorted(request.exclude))):
+        if name not in names:
+            found.append(_unknown(name, sorted(names), name in wanted))
     return found
 
 
-def _unknown(name: str, names: list[str]) -> Candidate:
+def _unknown(name: str, names: list[str], is_wanted: bool) -> Candidate:
     message = f"no distribution installed here provides a backend of this name; known: {listed(names)}"
     close = close_name(name, names)
-    fix = f"correct the name{f' (did you mean {close}?)' if close else ''}, or install what provides it"
+    other = "install what provides it" if is_wanted else "leave it out of exclude"
+    fix = f"correct the name{f' (did you mean {close}?)' if close else ''}, or {other}"
     return Candidate(name, "", "", "unknown", (Reason("unknown", message, name, names, "attncore", fix),))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attncore import env
 from attncore.quoted import MOST, one_line
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -112,8 +113,16 @@ def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Di
         fix = f"update {record.distribution}, or keep it out with ATTNCORE_DISABLE_PLUGINS={record.name}"
         reasons.append(Reason("broken", message, asked=phase, source=record.label, fix=fix))
         state, created = "broken", ""
-    found = replace(record, state=state, reasons=tuple(reasons))
+    found = replace(record, state=state, reasons=tuple(map(_of_its_cause, reasons)))
     return Diagnosis(found, facts, created, missing=missing, variables=variables, requires=requires)
+
+
+def _of_its_cause(reason: Reason) -> Reason:
+    """A plugin that breaks by a variable with a bad value, of which the doctor has a finding, needs no update."""
+    for name in env.bad_values() if reason.code == "broken" else ():
+        if f"{name}: " in reason.message:
+            return replace(reason, fix=f"correct {name}")
+    return reason
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

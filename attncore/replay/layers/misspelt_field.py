@@ -22,7 +22,7 @@ def misspelt_field(kind: Any, given: Iterable[str]) -> str:
     Other unknown fields are left alone: published configurations have many, such as those of older classes.
     """
     names = set(given)
-    known, other_names = _fields(kind)
+    known, other_names = fields_of(kind)
     present = names | {other_names[name] for name in names & other_names.keys()}
     lacking = {name for name in known if other_names.get(name, name) not in present}
     for name in sorted(names - known):
@@ -32,7 +32,7 @@ def misspelt_field(kind: Any, given: Iterable[str]) -> str:
     return ""
 
 
-def _fields(kind: Any) -> tuple[set[str], dict[str, str]]:
+def fields_of(kind: Any) -> tuple[set[str], dict[str, str]]:
     """The fields of a configuration class, and those of them that are other names: name -> field."""
     other_names: dict[str, str] = dict(kind.attribute_map)
     parameters = inspect.signature(kind).parameters.values()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attncore.did_you_mean import did_you_mean
 from attncore.integrations.transformers.attention_interface import attending_by, using_attncore
 from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
@@ -48,6 +49,13 @@ _OF_CODE = frozenset(
 """What names code, a loader, a kernel or a place, and says nothing of a model's shape: left out, at every level."""
 _LABELS = frozenset(("id2label", "label2id", "num_labels", "task_specific_params", "license"))
 """Texts, and names of classes, of which no model of language is made: left out too."""
+_SIZES = frozenset(
+    (
+        "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
+        "num_key_value_heads", "head_dim", "vocab_size",
+    )
+)  # fmt: skip
+"""Numbers of a model that are 1 at least: classes of configurations do not check them, and divide by some."""
 _WORD = re.compile(r"[A-Za-z0-9_.+*\-]{0,100}")
 _DTYPES = (*DTYPES, "float64")
 
@@ -67,9 +75,11 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
         if not kind or kind not in _known_kinds():
             raise ModelError(
                 f"{path}: model_type: {quoted_json(kind)} is none of transformers' own; code of a configuration is "
-                "not run"
+                f"not run{did_you_mean(kind, _known_kinds())}"
             )
-
+        for name in sorted(_SIZES & fields.keys()):
+            if type(fields[name]) is int and fields[name] < 1:
+                raise ModelError(f"{path}: {name}: {fields[name]} is not a positive integer")
         if wrong := misspelt_field(_known_kinds()[kind], fields):
             raise ModelError(f"{path}: {wrong}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,12 @@ from attncore.integrations.transformers import (
     use_latent_caches,
 )
 from attncore.registry.config_json import read_config
+from attncore.registry.request_from_config_json import in_words_of_config
 from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
-from attncore.replay.layers.model_from_config import check_states, data_alone, random_model
+from attncore.replay.layers.cache_memory import check_cache_memory, no_memory
+from attncore.replay.layers.model_from_config import check_states, checked_fields, data_alone, random_model
+from attncore.replay.layers.unread_fields import note_of_unread_fields
 from attncore.replay.model_error import (
     SMALLER_STEPS,
     ModelError,
@@ -49,7 +53,7 @@ class ModelLayers:
 
     ``longest`` is the number of tokens of the longest request; ``device`` None: a GPU where there is one. Layers of
     latent attention have latent caches. Raises ModelError where the file makes no model, NoBackendError where no
-    backend runs its layers.
+    backend runs its layers. ``note`` names fields of the file that change nothing.
     """
 
     def __init__(
@@ -62,10 +66,14 @@ class ModelLayers:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = _model(path, settings.seed, device, longest)
+        facts = _facts(path)
+        self.model = random_model(path, facts, settings.seed, device, longest)
+        note = note_of_unread_fields(self.model, checked_fields(path, facts))
+        self.note = f"{path}: {note}" if note else ""
         self.keeps_states = bool(recurrent_layers(self.model))
         if self.keeps_states:
             check_states(path, self.model, settings.max_num_seqs, min(longest, settings.max_num_batched_tokens))
+            settings = replace(settings, keeps_states=True)
         with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
             use_latent_caches(self.model)
         with errors_as_model_errors(path), data_alone():
@@ -89,21 +97,18 @@ class ModelLayers:
         except ValueError as error:
             if str(error).partition(":")[0] in asked:
                 raise
-            raise ModelError(f"{path}: {error}") from None  # of the model's own, such as its dtype
+            text = in_words_of_config(str(error), facts)
+            raise ModelError(f"{path}: {text}") from None  # of the model's own, such as its dtype
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:
+            check_cache_memory(self.model, self.backend, layers, settings)
             num_slots = settings.max_num_seqs + 1 if self.keeps_states else None
             self.kv_caches = paged_caches(
                 self.model, self.backend, settings.num_blocks, layers=layers, num_slots=num_slots
             )
         except (RuntimeError, MemoryError) as error:  # torch raises the first
-            slots = f", and for the states of {counted(settings.max_num_seqs, 'request')}" if self.keeps_states else ""
-            raise ValueError(
-                f"num_blocks: no memory for {counted(len(layers), 'cache')} of "
-                f"{counted(settings.num_blocks, 'block')} of {settings.block_size}{slots} ({first_line(error)}); pass "
-                f"a smaller --num-blocks{' or --max-num-seqs' if slots else ''}"
-            ) from error
+            raise no_memory(layers, settings, first_line(error)) from error
         config = self.backend.config
         self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
         latent, states = ", with latent caches" * config.use_mla, ", beside recurrent ones" * self.keeps_states
@@ -152,9 +157,8 @@ class ModelLayers:
         return ModelCheck(self.model, self.backend, self.vocab_size, requests, settings, result)
 
 
-def _model(path: str, seed: int, device: str | None, longest: int) -> Any:
+def _facts(path: str) -> dict[str, Any]:
     try:
-        facts = read_config(path)
+        return read_config(path)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    return random_model(path, facts, seed, device, longest)

@@ -113,10 +113,11 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     if "context_parallel" in options:
         world, _, interleave = options["context_parallel"].partition(":")
         added.append(("ranks", f"{world}, {counted(int(interleave), 'token')} in turn"))
-    host = report["host"]
+    host, wall_s = report["host"], report["wall_s"]
+    here = f"{wall_s:.1f} s here" if wall_s >= 0.1 else f"{wall_s * 1000:.0f} ms here"
     return [
         ("requests", f"{report['requests']:,} served, {counted(report['preemptions'], 'preemption', spec=',')}"),
-        ("steps", f"{report['steps']:,}, {report['virtual_s']:,.1f} s of virtual time, {report['wall_s']:.1f} s here"),
+        ("steps", f"{report['steps']:,}, {report['virtual_s']:,.1f} s of virtual time, {here}"),
         ("tokens", f"{report['tokens']:,}: {parts}; {report['prefix_hit_tokens']:,} found in the prefix cache"),
         *added,
         ("widest row", f"{counted(report['batch']['widest_row'], 'block', spec=',')}{size}"),

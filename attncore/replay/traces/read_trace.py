@@ -64,7 +64,7 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
                 return _read(_Lines(_text(name, raw, None)), name, max_requests, max_seconds)
             packed = _Counted(name, raw)
             with gzip.open(packed) as data:  # type: ignore[call-overload]
-                return _read(_Lines(_text(name, data, packed)), name, max_requests, max_seconds)
+                return _read(_Lines(_text(name, data, packed), whole=True), name, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
         reason = f" cannot be read: {error.strerror}" if error.strerror else f": broken gzip data ({error})"
@@ -94,10 +94,13 @@ class _Counted:
 
 
 class _Lines:
-    """Lines without their ends; ``has_end`` of the last one that was taken, which only a file's last line has not."""
+    """Lines without their ends; ``has_end`` of the last one that was taken, which only a file's last line has not.
 
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines, self.has_end = lines, True
+    ``whole``: they are known to be all, as gzip's checksum says.
+    """
+
+    def __init__(self, lines: Iterator[str], *, whole: bool = False) -> None:
+        self._lines, self.has_end, self.whole = lines, True, whole
 
     def __iter__(self) -> _Lines:
         return self
@@ -131,7 +134,13 @@ def _read(lines: _Lines, path: str, max_requests: int | None, max_seconds: float
             _check_totals(path, len(requests), num_ids, max_requests)
     if not rows:
         raise TraceError(f"{path}: the file holds a header and no requests")
-    return Trace(path, name, tuple(requests))
+    doubt = ""
+    if header_lines and not (lines.has_end or lines.whole) and requests and requests[-1].row == rows:
+        doubt = (
+            f"{path}: row {rows} (line {rows + 1}), the last, has no line end: the file may be cut, and its "
+            f"{azure.COLUMNS[-1]}, {requests[-1].output_tokens}, be the beginning of a number"
+        )
+    return Trace(path, name, tuple(requests), doubt)
 
 
 def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:

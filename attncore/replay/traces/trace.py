@@ -33,11 +33,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival, with where they come from (``source``: a file name or a workload's name)."""
+    """Requests in order of arrival, with where they come from (``source``: a file name or a workload's name).
+
+    ``doubt`` says why the last of them may not be as it was written, empty where nothing tells of it.
+    """
 
     source: str
     format: str
     requests: tuple[Request, ...]
+    doubt: str = ""
 
 
 def checked_length(name: str, value: int) -> int:
