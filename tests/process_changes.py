@@ -146,7 +146,7 @@ for name in [name for name in sys.modules if name.startswith("attncore.builder")
 def settings():
     """The settings of the process that a plugin may change for the others."""
     streams = sys.stdout, sys.stderr
-    own = {name: value for name, value in os.environ.items() if name.startswith("ATTNCORE_")}
+    own = {name: value for name, value in os.environ.items() if name.startswith(("ATTNCORE_", "PYTHON"))}
     limits = sys.getrecursionlimit(), [*warnings.filters]
     hooks = [*sys.path_hooks], [type(one) for one in sys.path_importer_cache.values() if type(one) not in USUAL]
     limits += resource.getrlimit(resource.RLIMIT_NOFILE), round(sys.getswitchinterval(), 6), faulthandler.is_enabled()

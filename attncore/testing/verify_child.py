@@ -28,6 +28,10 @@ MOST_WINDOW = 1024
 """Contexts go beyond a window of up to so many tokens: dense attention takes memory by the square of their length."""
 
 
+MOST_TOKENS = 3
+"""Of a request in the steps around a window."""
+
+
 def main(question: str, answer: str) -> None:
     """Answer ``question``, a request in JSON with the backend's name."""
     asked, file = json.loads(Path(question).read_text(encoding="utf-8")), Path(answer)
@@ -58,7 +62,9 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
     features = {name: asked[name] for name in names if asked.get(name) is not None}
     window = features.get("sliding_window") or 0
     reached = window if window <= MOST_WINDOW else 0
-    num_blocks = max(NUM_BLOCKS, len(_around(reached, 0)) * (reached // backend.config.block_size + 3))
+    size = backend.config.block_size
+    needed = 1 + sum(-(-(context + MOST_TOKENS) // size) for context in _around(reached, size))  # and the null block
+    num_blocks = max(NUM_BLOCKS, needed)
     tested = Engine(backend, num_blocks=num_blocks, **features)
     against, other = "dense float32 attention", None
     if backend.name != "reference":
@@ -109,7 +115,9 @@ def _batches(engine: Engine, window: int) -> Iterator[list[tuple[int, int]]]:
         yield [(context, 1) for context in contexts]
     if len(engine.phases) > 1:
         yield [(context, 1 + context % 2 * size) for context in contexts]
-    for tokens in [count for phase, count in (("decode", 1), ("prefill", 3)) if phase in engine.phases and window]:
+    for tokens in [
+        count for phase, count in (("decode", 1), ("prefill", MOST_TOKENS)) if phase in engine.phases and window
+    ]:
         yield [(context, tokens) for context in _around(window, size)]
 
 

@@ -79,6 +79,7 @@ sys.path.insert(0, "/of-the-plugin")
 sys.stdout = None
 os.chdir("/")
 os.environ["ATTNCORE_STRICT_PLUGINS"] = "x"
+os.environ["PYTHONHASHSEED"] = "abc"  # with which no child of Python starts
 time.sleep(0.3)
 """
 

@@ -136,3 +136,16 @@ def test_cross_attention_through_page_lists(site):
     outcomes = {result.test: result.outcome for result in report.results}
     assert outcomes["test_cross_attention_of_the_persistent_builder"] == "passed"
     assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"
+
+
+OF_FEW_TOKENS = "end_of_the_pool or side_by_side or padded_tokens or order_of_an_engine or captured_sizes_over_changing"
+
+
+@pytest.mark.parametrize(
+    ("size", "tests"),
+    [(1, OF_FEW_TOKENS), *(pytest.param(size, "test", marks=pytest.mark.slow) for size in (1, 2))],
+)
+def test_blocks_of_few_tokens_have_room(site, size, tests):
+    plant(site, "small", f"block_sizes={{{size}}}, cuda_graph='always', pad_seq_len=1")
+    code, report = conformance("small", settings="EXAMPLES = 4\n", options=(*QUIET, "-k", tests))
+    assert (code, report.failures) == (0, [])

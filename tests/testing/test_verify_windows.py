@@ -33,6 +33,12 @@ def test_the_longest_window_that_is_reached():
     assert compared(backend_of(Forgetful), {"sliding_window": MOST_WINDOW})["state"] == "differs"
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 256])
+@pytest.mark.parametrize("window", [12, 200])
+def test_blocks_of_any_size_have_room(window, block_size):
+    assert compared(backend_of(ReferenceBackend, block_size), {"sliding_window": window})["state"] == "agrees"
+
+
 def test_a_window_that_is_not_reached_is_said():
     found = compared(backend_of(ReferenceBackend), {"sliding_window": 4096})
     assert found["state"] == "agrees"

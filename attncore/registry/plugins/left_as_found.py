@@ -43,13 +43,12 @@ class Process:
 
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
-    the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
-    InterpreterSettings, TorchSettings and ReplacedFunctions say, the callbacks of ``gc``, and in the main
-    thread the handlers of signals, those that are blocked, and timers that were not running. Finders that the plugin
-    adds to ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of before, and only
-    where they work. A child process that it forked ends here.
-
-    All of it may be interrupted at any place: ``restore`` is then called again.
+    the variables ``ATTNCORE_...`` and ``PYTHON...``, the functions of ``sys.settrace``, ``sys.setprofile`` and
+    ``sys.unraisablehook``, what InterpreterSettings, TorchSettings and ReplacedFunctions say, the callbacks of ``gc``,
+    and in the main thread the handlers of signals, those that are blocked, and timers that were not running. Finders
+    that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of
+    before, and only where they work. A child process that it forked ends here. All of it may be interrupted at any
+    place: ``restore`` is then called again.
     """
 
     def __init__(self, plugin: str) -> None:
@@ -302,7 +301,7 @@ class Wakeup:
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith("ATTNCORE_")}
+    return {name: value for name, value in environ.items() if name.startswith(("ATTNCORE_", "PYTHON"))}
 
 
 def _restore(environ: os._Environ[str], variables: dict[str, str]) -> None:

@@ -22,10 +22,12 @@ def test_rows_in_the_order_of_an_engine(attncore_subject: Subject) -> None:
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
     size = backend.config.block_size
-    engine = AdoptingEngine(backend, num_blocks=NUM_BLOCKS + LONG // size)
     contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1, "long": LONG}
-    for name, context in contexts.items():
-        engine.add(name, context + 2 * size + 16)
+    room = {name: context + 2 * size + 16 for name, context in contexts.items()}
+    num_blocks = max(NUM_BLOCKS + LONG // size, 1 + sum(-(-tokens // size) for tokens in room.values()))
+    engine = AdoptingEngine(backend, num_blocks=num_blocks)
+    for name, tokens in room.items():
+        engine.add(name, tokens)
     engine.fill(contexts)
     each = dict.fromkeys(contexts, 1)
     for turned in (False, True):

@@ -112,7 +112,7 @@ def test_two_instances_side_by_side(attncore_subject: Subject) -> None:
     ]
     for engine in engines:
         engine.add("a", 2 * engine.block_size + 8)
-        engine.add("b", engine.block_size)
+        engine.add("b", max(engine.block_size, 4))
     tokens = 1 if "decode" in engines[0].phases else 2
     for engine in engines:
         engine.fill({"a": engine.block_size + 1})

@@ -44,7 +44,7 @@ class CapturedEngine(Engine):
     ) -> None:  # fmt: skip
         super().__init__(backend, seed=seed, **engine)
         self.tokens_each, self.sizes = tokens, sizes or CAPTURED_SIZES
-        self.longest = longest or min(3 * self.block_size, self.block_size + 64)
+        self.longest = longest or max(min(3 * self.block_size, self.block_size + 64), 2 * tokens + 2)
         self.builder = (make_builder or MetadataBuilder)(
             self.batch,
             backend,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from attncore.builder import InputBatch
+from attncore.show import counted
+from attncore.testing.harness.errors import ConformanceError
 
 MAX_REQUESTS = 264
 MAX_BLOCKS = 4096  # of a request, where a cache has more
@@ -107,6 +109,11 @@ class Requests:
 
     def take_blocks(self, count: int) -> list[int]:
         """Blocks from the pool, held once each."""
+        if count > len(self.free):
+            raise ConformanceError(
+                f"the kit asks for {counted(count, 'block')} of its pool, which has {len(self.free)} left: report this "
+                "to the authors of attncore"
+            )
         taken = [self.free.pop() for _ in range(count)]
         self.holders.update(dict.fromkeys(taken, 1))
         return taken
