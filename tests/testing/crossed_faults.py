@@ -220,6 +220,14 @@ return answer, -lse if {VALUES} else lse
         negates(f"{GRAPH} and {VALUES}"),
     ),
     crossed(
+        "encoders_with_a_value_head", "test_an_encoder_with_a_value_head", "with a value head",
+        negates(f"self.attn_type in ('encoder', 'encoder_only') and {VALUES}"),
+    ),
+    crossed(
+        "cross_layers_with_a_value_head", "test_cross_attention_with_a_value_head", "with a value head",
+        negates(f"self.attn_type == 'encoder_decoder' and {VALUES}"),
+    ),
+    crossed(
         "no_cap_without_writing", f"{METHODS}_in_a_dtype[float32]", "forward(..., write=False)",
         forgets("not write", "logits_soft_cap"),
     ),

@@ -28,6 +28,7 @@ from testing import (
     scale_faults,
     spec_faults,
     step_faults,
+    strided_faults,
     tile_faults,
     tree_faults,
 )
@@ -42,6 +43,7 @@ MODULES = {
     "Caches of an engine, and attending without writing": given_cache_faults,
     "Results, and torch's settings": result_faults,
     "Steps, padding and captured sizes": step_faults,
+    "Strided tensors": strided_faults,
     "Steps that the backend's own list builder plans": list_builder_faults,
     "Steps that are adopted from an engine": adopted_faults,
     "Writes to metadata": metadata_faults,

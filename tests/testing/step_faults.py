@@ -45,43 +45,6 @@ return whole(query, key, value, kv_cache, metadata, output)
 """),
     ),
     Fault(
-        "assumes_contiguous_keys",
-        "test_strided_tensors",
-        "with strided tensors",
-        forward(
-            """
-key = torch.as_strided(key, key.shape, (key.shape[1] * key.shape[2], key.shape[2], 1))
-return whole(query, key, value, kv_cache, metadata, output)
-"""
-        ),
-    ),
-    Fault(
-        "assumes_contiguous_heads",
-        "test_strided_tensors[gaps]",
-        "with strided tensors (gaps",
-        forward(
-            """
-query = torch.as_strided(query, query.shape, (query.stride(0), query.shape[2], 1))
-return whole(query, key, value, kv_cache, metadata, output)
-"""
-        ),
-    ),
-    Fault(
-        "assumes_a_contiguous_output",
-        "test_strided_tensors",
-        "wrote beside its strided output",
-        forward(
-            """
-answer = whole(query, key, value, kv_cache, metadata)
-if output is None:
-    return answer
-torch.as_strided(output, answer.shape, answer.stride()).copy_(answer)
-output.copy_(answer)
-return output
-"""
-        ),
-    ),
-    Fault(
         "wrong_with_more_than_16_requests",
         "test_many_requests_in_a_step",
         "differs from dense",

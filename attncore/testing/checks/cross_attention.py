@@ -12,7 +12,7 @@ from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.every_method_engine import EveryMethodCrossEngine
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared
+from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
@@ -27,6 +27,7 @@ __all__ = [
     "test_cross_attention_over_a_cache_dtype",
     "test_cross_attention_reads_only_its_own",
     "test_cross_attention_with_a_feature",
+    "test_cross_attention_with_a_value_head",
     "test_rows_without_encoder_tokens_give_zeros",
 ]
 ACROSS = {name: FEATURES[name] for name in ("logits_soft_cap", "sinks")}
@@ -144,6 +145,13 @@ def test_cross_attention_over_a_cache_dtype(attncore_subject: Subject, kv_cache_
     """The same over a cache of each dtype."""
     require_declared(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
     _by_every_method(attncore_subject, f"cache {kv_cache_dtype}", kv_cache_dtype=kv_cache_dtype)
+
+
+@covers("encoder_decoder")
+def test_cross_attention_with_a_value_head(attncore_subject: Subject) -> None:
+    """The same with values of another size than keys."""
+    attncore_subject.require("encoder_decoder")
+    _by_every_method(attncore_subject, "a value head", head_size_v=value_head(attncore_subject))
 
 
 def _by_every_method(subject: Subject, what: str, **changes: Any) -> None:

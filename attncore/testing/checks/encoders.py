@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, require_declared
+from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
@@ -19,6 +19,7 @@ __all__ = [
     "test_a_feature_of_an_encoder",
     "test_an_encoder_in_a_dtype",
     "test_an_encoder_over_random_rows",
+    "test_an_encoder_with_a_value_head",
     "test_an_encoder_writes_no_cache",
 ]
 ENCODERS = ("encoder", "encoder_only")
@@ -72,3 +73,16 @@ def test_an_encoder_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
             EncoderEngine(backend, kind, **features).encode(LONG_ROWS)
             if "lse" in declared:
                 EncoderEngine(backend, kind, with_lse=True, **features).encode(LONG_ROWS)
+
+
+@covers("encoder")
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_with_a_value_head(attncore_subject: Subject, kind: str) -> None:
+    """Values of another size than keys, without a feature and with all, and their log-sum-exp where it is declared."""
+    attncore_subject.require("encoder")
+    backend = attncore_subject.backend(**HEADS, head_size_v=value_head(attncore_subject))
+    declared = features_of(backend)
+    with named("a value head"):
+        for features in ({}, in_one_layer(declared)):
+            for with_lse in sorted({False, "lse" in declared}):
+                EncoderEngine(backend, kind, with_lse=with_lse, **features).encode([1, 9, 17, 4])
