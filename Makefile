@@ -59,6 +59,7 @@ $(BIN)/python:
 
 # A stamp for each set of requirements/; a set includes those that it is built on. torch comes first, as TORCH says.
 $(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/python
+	@echo "installing torch: several GB from an ordinary index, unless TORCH_INDEX=URL says where a CPU build is"
 	$(PIP) $(INSTALL_TORCH)
 	$(PIP) install -q -r requirements/demo.txt
 	touch $@

@@ -28,8 +28,10 @@ def tiny(kind: dict[str, Any]) -> None:
     config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000)
     engine = Engine(LlamaForCausalLM(config).to(**kind), num_blocks=64)
     print(engine.choice.explain().splitlines()[0])
+    print("a tiny Llama with random weights: its tokens are others each time")
     for number, token in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
         print(f"prompt {number}: token {token}")
+    print("it works; a model of your own: python examples/generate.py MODEL Once upon")
 
 
 def continued(name: str, text: str, kind: dict[str, Any]) -> None:

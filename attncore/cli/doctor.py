@@ -150,9 +150,12 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     elif rows:
         headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "RESULT")
         print_table(headers, [_row(row) for row in rows])
+        if any(row.facts for row in rows):
+            print()
         for row in rows:
             for key, value in row.facts.items():
-                print_lines(one_line(f"{row.record.name}: {key}: {value}"))
+                what = key if key.split()[0] == row.record.name else f"{row.record.name}: {key}"
+                print_lines(one_line(f"note: {what}: {value}"))
     else:
         print("no plugin is installed")
     print()

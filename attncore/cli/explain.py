@@ -152,6 +152,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(_as_json(negotiation, choice))
     else:
         _print(negotiation, choice)
+        if args.device not in (None, "cpu"):
+            _tell_what_an_assumed_machine_has(negotiation, args.device)
     return 0 if choice is not None else 3
 
 
@@ -246,7 +248,23 @@ def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
         name = package_requirements.name_and_version(text)[0]
         if name not in required:
             line = f"--assume-package: no plugin installed here requires {quoted(name)}{did_you_mean(name, required)}"
+            if name.startswith("attn-"):
+                line += "; a plugin is installed here, for which no GPU is needed, and what it requires is assumed"
             _warn(line)
+
+
+def _tell_what_an_assumed_machine_has(negotiation: Negotiation | JointNegotiation, device: str) -> None:
+    """A note on standard error: what was not asked, for want of a package that was not stated or of a plugin."""
+    candidates = [one for _, part in _by_phase(negotiation) for one in (*part.usable, *part.rejected)]
+    missing = sorted({r.asked for one in candidates for r in one.reasons if r.code == "requirement"})
+    lines = []
+    if missing:
+        named = " ".join(f"--assume-package {package_requirements.parse(text).name}==VERSION" for text in missing[:2])
+        lines.append(f"{device} is assumed to have the packages that are named alone: say what is there by {named}")
+    if any(one.state == "not_installed" for one in candidates):
+        lines.append("a plugin that is not installed here is not asked; it installs without a GPU")
+    for line in lines:
+        print_lines(f"attncore explain: note: {line}", sys.stderr)
 
 
 def _tell_of_strange_backends(preferred: Sequence[str], excluded: Sequence[str]) -> None:

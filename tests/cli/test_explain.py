@@ -225,3 +225,12 @@ def test_a_misspelt_name_that_is_excluded_is_said_and_no_error(site, capsys):
         "mean acme?\n"
     )
     assert "correct the name, or install what provides it" in ask(capsys, "--prefer", "other", "--exclude", "other")[1]
+
+
+def test_what_an_assumed_machine_has_is_to_be_said(site, capsys):
+    site.plugin("acme", extra="requires=('acme-kernels>=2',)")
+    _, _, err = ask(capsys, "--assume", "sm_90")
+    assert "sm_90 is assumed to have the packages that are named alone: say what is there by" in err
+    assert "--assume-package acme-kernels==VERSION" in err
+    assert "assumed to have" not in ask(capsys, "--assume", "cpu")[2]
+    assert "which no GPU is needed" in ask(capsys, "--assume", "cpu", "--assume-package", "attn-acme==1")[2]

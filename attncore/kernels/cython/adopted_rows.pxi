@@ -73,7 +73,6 @@ cdef void count_rows(const length_t* starts, length_t count, length_t decode_thr
                      AdoptedCounts* counts) noexcept nogil:
     """The rows with tokens, and the leading ones of them that are decodes."""
     cdef length_t i, first = starts[1] if count else 0, alike = 0, query_len, shorter = 0
-    cdef bint longer = first > decode_threshold
     if first:
         while alike < count and starts[alike + 1] - starts[alike] == first:
             alike += 1
@@ -90,8 +89,7 @@ cdef void count_rows(const length_t* starts, length_t count, length_t decode_thr
         counts.one_length = counts.one_length and not shorter and (i == 0 or query_len == counts.max_query_len)
         counts.max_query_len = max(counts.max_query_len, query_len)
         counts.num_actual_reqs = i + 1
-        longer |= query_len > decode_threshold
-        if not longer:
+        if query_len <= decode_threshold and counts.num_decodes == i:
             counts.num_decodes = i + 1
             counts.max_decode_query_len = max(counts.max_decode_query_len, query_len)
     counts.num_decode_tokens = starts[counts.num_decodes]

@@ -69,7 +69,7 @@ def check_lengths(starts, lengths, max_model_len, most, pad_seq_len):
 @jit
 def count_rows(starts, decode_threshold):
     max_query_len, num_actual_reqs, num_decodes, max_decode_query_len = 0, 0, 0, 0
-    one_length, shorter, longer = True, False, False
+    one_length, shorter = True, False
     for i in range(len(starts) - 1):
         query_len = int(starts[i + 1] - starts[i])
         if query_len == 0:
@@ -78,8 +78,7 @@ def count_rows(starts, decode_threshold):
         one_length = one_length and not shorter and (i == 0 or query_len == max_query_len)
         max_query_len = max(max_query_len, query_len)
         num_actual_reqs = i + 1
-        longer |= query_len > decode_threshold
-        if not longer:
+        if query_len <= decode_threshold and num_decodes == i:
             num_decodes = i + 1
             max_decode_query_len = max(max_decode_query_len, query_len)
     return max_query_len, num_actual_reqs, num_decodes, max_decode_query_len, one_length

@@ -68,7 +68,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
 
     fields = checked_fields(path, facts)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with errors_as_model_errors(path), data_alone():
+    with errors_as_model_errors(path, fields), data_alone():
         kind = fields.pop("model_type", None)
         if not isinstance(kind, str):
             raise ModelError(f"{path}: model_type: missing; it names the class of transformers that is made")
@@ -97,7 +97,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
             torch.set_num_threads(1)  # a copy of a process has none of its threads
             try:
                 with (
-                    errors_as_model_errors(path),
+                    errors_as_model_errors(path, fields),
                     memory_error_as_model_error(f"{path}: the model", "take a smaller one"),
                     _counted(path, free),
                 ):

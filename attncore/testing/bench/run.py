@@ -135,7 +135,9 @@ def _checked_block_size(question: Question, data: bytes) -> int:
     try:
         steps = parse_steps(str(question.steps), data, every_line=True)
     except ValueError as error:
-        raise ValueError(f"--steps: {error}") from error
+        is_trace = b'"hash_ids"' in data[:4096] or data.lstrip().startswith(b"TIMESTAMP,")
+        hint = "; it is a trace of requests, of which attncore replay TRACE --save-steps FILE makes steps"
+        raise ValueError(f"--steps: {error}{hint if is_trace else ''}") from error
     _check_memory(question, steps)
     return steps.batches[0].block_size
 

@@ -17,6 +17,9 @@ from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.captured_steps import NOTHING
 from attncore.errors import CaptureError
 
+# An alarm may come in a callback of the garbage collector, such as Hypothesis's, where Python swallows its exception.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 FIELDS = ("context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "query_start_loc",
           "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")  # fmt: skip
 
