@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     where = f"{counted(len(files), 'file')} to {one_line(args.directory)}"
     print_lines(f"wrote {where}: the backend {words['name']}, which works already")
-    print("once it is installed, it is chosen before reference: its spec gives it priority 1 on any device\n")
-    print("next:")
+    print_lines("once installed, it is chosen before reference: its spec gives it priority 1 on any device")
+    print("\nnext:")
     for line in (
         f"cd {_word(args.directory)}",
         "pip install -e '.[test]'",
