@@ -154,7 +154,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
             print()
         for row in rows:
             for key, value in row.facts.items():
-                what = key if key.split()[0] == row.record.name else f"{row.record.name}: {key}"
+                what = key if key.partition(" ")[0] == row.record.name else f"{row.record.name}: {key}"
                 print_lines(one_line(f"note: {what}: {value}"))
     else:
         print("no plugin is installed")

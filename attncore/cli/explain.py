@@ -256,10 +256,13 @@ def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
 def _tell_what_an_assumed_machine_has(negotiation: Negotiation | JointNegotiation, device: str) -> None:
     """A note on standard error: what was not asked, for want of a package that was not stated or of a plugin."""
     candidates = [one for _, part in _by_phase(negotiation) for one in (*part.usable, *part.rejected)]
-    missing = sorted({r.asked for one in candidates for r in one.reasons if r.code == "requirement"})
+    missing = set()
+    for reason in (reason for one in candidates for reason in one.reasons if reason.code == "requirement"):
+        with contextlib.suppress(ValueError, TypeError):  # a plugin's own reason may ask for anything
+            missing.add(package_requirements.parse(reason.asked).name)
     lines = []
     if missing:
-        named = " ".join(f"--assume-package {package_requirements.parse(text).name}==VERSION" for text in missing[:2])
+        named = " ".join(f"--assume-package {name}==VERSION" for name in sorted(missing)[:2])
         lines.append(f"{device} is assumed to have the packages that are named alone: say what is there by {named}")
     if any(one.state == "not_installed" for one in candidates):
         lines.append("a plugin that is not installed here is not asked; it installs without a GPU")

@@ -234,3 +234,13 @@ def test_what_an_assumed_machine_has_is_to_be_said(site, capsys):
     assert "--assume-package acme-kernels==VERSION" in err
     assert "assumed to have" not in ask(capsys, "--assume", "cpu")[2]
     assert "which no GPU is needed" in ask(capsys, "--assume", "cpu", "--assume-package", "attn-acme==1")[2]
+
+
+@pytest.mark.parametrize("asked", ["[1]", "None", "'no requirement!'", "{}"])
+def test_a_reason_of_a_plugins_own_may_ask_for_anything(site, capsys, asked):
+    check = f"check=lambda request, host: [__import__('attncore').Reason('requirement', 'no', {asked})]"
+    site.plugin("acme", extra=check)
+    code, out, err = ask(capsys, "--assume", "sm_90")
+    assert code in (0, 3)
+    assert "acme" in out
+    assert "--assume-package" not in err
