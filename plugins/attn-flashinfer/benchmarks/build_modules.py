@@ -1,6 +1,6 @@
 """Compiles, in parallel, the FlashInfer modules that this plugin's tests and benchmarks ask for.
 
-    python build_modules.py [main] [xqa] [mla]
+    python build_modules.py [main] [e5m2] [crossed] [xqa] [mla]
 
 Needs nvcc and ninja. FlashInfer 0.7's functions that describe a module are private, so that this is a script for
 developers: a user's modules come ahead of time by flashinfer-jit-cache, or at first use.
@@ -63,6 +63,15 @@ MODULES = {
         partial(prefill, BF16, E5M2, 64),
         partial(prefill, FP16, E5M2, 64),
         partial(decode, BF16, E5M2, 64),
+    ],
+    "crossed": [  # the kit's crossings of features, dtypes and caches: a window and a soft cap in one layer
+        partial(prefill, FP16, FP16, 64, window=True, cap=True),
+        partial(prefill, FP16, E4M3, 64),
+        *(
+            partial(prefill, dtype, cache, 64, window=True, cap=True)
+            for dtype in (BF16, FP16)
+            for cache in (E4M3, E5M2)
+        ),
     ],
     "xqa": [
         partial(xqa, BF16, 64, 2),
