@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from typing import Any
 
 from command_line import add_model
@@ -27,11 +28,12 @@ def tiny(kind: dict[str, Any]) -> None:
 
     config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000)
     engine = Engine(LlamaForCausalLM(config).to(**kind), num_blocks=64)
-    print(engine.choice.explain().splitlines()[0])
-    print("a tiny Llama with random weights: its tokens are others each time")
+    print(textwrap.fill(engine.choice.explain().splitlines()[0], 60, subsequent_indent="    "))
+    print("a tiny Llama, random weights: other tokens each time")
     for number, token in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
         print(f"prompt {number}: token {token}")
-    print("it works; a model of your own: python examples/generate.py MODEL Once upon")
+    print("it works; with a model of your own:")
+    print("    python examples/generate.py MODEL Once upon")
 
 
 def continued(name: str, text: str, kind: dict[str, Any]) -> None:

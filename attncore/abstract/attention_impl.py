@@ -266,8 +266,8 @@ class AttentionImpl(ABC):
 
         For a vendor's ``forward`` to call first, with its own arguments, so that a refused step writes nothing: shapes,
         dtypes, devices, fields of the metadata, slots past the end of the cache, a cache that is missing. The block
-        table's content is not read. It takes up to a tenth of a millisecond and does not wait for the device; a backend to which
-        that is much calls it off its usual path.
+        table's content is not read. It takes up to a tenth of a millisecond and does not wait for the device; a backend
+        to which that is much calls it off its usual path.
         """
         from attncore.ops.step_checks import check_step
 

@@ -16,6 +16,10 @@ MISTAKES = {
     "replay --metadata-only --speculative x:1": "--speculative: K 'x' is not a whole number",
     "replay --model absent": "--model: absent cannot be read",
     "verify --num-heads 3 --num-kv-heads 2": "--num-kv-heads: 2 does not divide --num-heads 3",
+    "replay --metadata-only --num-heads 3": "--num-heads: 3 is no multiple of --num-kv-heads, by default 2; give both",
+    "replay --metadata-only --num-heads 4 --num-kv-heads 3": "--num-kv-heads: 3 does not divide --num-heads 4",
+    "replay --model org/model": "--model: org/model cannot be read: No such file or directory; nothing is downloaded:",
+    "explain --config gpt2": "--config: gpt2 cannot be read: No such file or directory; nothing is downloaded: give a",
     "verify --head-size 0": "--head-size: 0 is below 1",
     "explain --num-heads 3 --num-kv-heads 2": "--num-kv-heads: 2 does not divide --num-heads 3",
     "explain --config absent": "--config: absent cannot be read",
@@ -24,7 +28,8 @@ MISTAKES = {
     "explain --prefer Flash": "--prefer: 'Flash'",
     "explain --max-model-len 0": "--max-model-len: 0 is below 1",
     "explain --logits-soft-cap nan": "--logits-soft-cap: nan is not a positive number",
-    "bench reference --device foo": "--device: 'foo' cannot be used here",
+    "bench reference --device foo": "--device: 'foo' cannot be used here: torch has no such device; give one that this",
+    "bench reference --device cuda:99": "--device: 'cuda:99' cannot be used here: ",
     "bench reference --seconds 0.01 --strict": "--strict: --seconds 0.01 is too short to compare runs",
 }
 

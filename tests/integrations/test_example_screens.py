@@ -60,6 +60,13 @@ def test_what_is_not_installed_is_one_line(name, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_what_the_tiny_model_says_fits_a_narrow_terminal():
+    done = run("generate.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n    python examples/generate.py MODEL Once upon\n")
+    assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_file_says_something_when_it_is_run(name):
     done = run(name, "--help")
