@@ -66,7 +66,10 @@ def check_host(attn_type: AttentionType, metadata: AttentionMetadata) -> None:
     """Raise TypeError for what is no metadata, ValueError where it lacks a field that ``attn_type`` reads."""
     host = getattr(metadata, "host", None)
     if host is None:
-        raise TypeError(f"metadata: {type(metadata).__name__} found, without host arrays; give a builder's")
+        raise TypeError(
+            f"metadata: {type(metadata).__name__} found, without host arrays; give a builder's, behind kv_cache: "
+            "forward(query, key, value, kv_cache, metadata)"
+        )
     for name in HOST_FIELDS[attn_type]:
         if getattr(host, name, None) is None:
             raise ValueError(f"metadata: it has no {name}, which attention of type {attn_type} reads")

@@ -25,6 +25,7 @@ MISTAKES = {
     "explain --config absent": "--config: absent cannot be read",
     "explain --num-kv-heads 5": "--num-kv-heads: 5 does not divide --num-heads 32",
     "explain --assume foo": "--assume: 'foo' is not a device",
+    "explain --assume h100": "--assume: 'h100' is not a device; write cuda:sm_90, sm_90, rocm:gfx942,",
     "explain --prefer Flash": "--prefer: 'Flash'",
     "explain --max-model-len 0": "--max-model-len: 0 is below 1",
     "explain --logits-soft-cap nan": "--logits-soft-cap: nan is not a positive number",
