@@ -1,10 +1,10 @@
 """Continue a text with a model of transformers, run by engine.py; without one,
 a tiny model with random weights.
 
-python examples/generate.py                   # shows that it works
-python examples/generate.py MODEL Once upon   # a model by its folder or name
+python examples/generate.py   # shows that it works
+python examples/generate.py MODEL Once upon   # a model
 
-A MODEL that is no folder here is a name of Hugging Face's hub, from which
+MODEL is a folder or a name. One that is no folder here is a name of Hugging Face's hub, from which
 transformers fetches it over the network unless it has done so before
 (HF_HUB_OFFLINE=1 keeps it from asking).
 """
@@ -16,7 +16,7 @@ import sys
 import textwrap
 from typing import Any
 
-from command_line import add_model
+from command_line import Formatter, add_model
 
 TOKENS = 100
 
@@ -50,7 +50,7 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add_model(parser, nargs="?")
     parser.add_argument("words", nargs="*", default=(), metavar="WORD", help="the text (default: Once upon a time)")
     asked = parser.parse_args()

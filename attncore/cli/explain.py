@@ -329,7 +329,8 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
         for line in _captured(choice):
             print_lines(line)
         if verbose:
-            print("\nmetadata that it reads in a step; builders make them, an engine need not care:")
+            print()
+            print_lines("metadata that it reads in a step; builders make them, an engine need not care:")
             for line in _needs(choice):
                 print_lines(line)
 

@@ -32,6 +32,16 @@ def test_help_fits_a_terminal_and_needs_no_library(name, tmp_path):
     assert "``" not in done.stdout
 
 
+@pytest.mark.parametrize("name", ["generate.py", "serve.py", "replicas.py", "ranks.py"])
+def test_help_fits_a_narrow_terminal_but_for_commands(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run(name, "--help").stdout.splitlines()
+    assert len(lines) > 15
+    wide = [line for line in lines if len(line) > 60]
+    assert [line for line in wide if not line.startswith(("curl ", "python ", "torchrun ", "usage: torchrun "))] == []
+    assert name != "generate.py" or not wide
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
