@@ -28,6 +28,29 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close}?" if close else ""
 
 
+LEAST = 0.75
+"""How much alike the letters of two words are, from 0 to 1: ``head`` and ``haed`` are as much."""
+
+
+def meant_by(name: object, known: Iterable[str]) -> str | None:
+    """As ``close_name``, but only where each word of ``name`` begins like that of the other and is spelt much like it.
+
+    For names that may well be somebody else's, of which two often differ by a word: ``qk_nope_head_dim`` and
+    ``qk_rope_head_dim``.
+    """
+    close = close_name(name, known)
+    if close is None:
+        return None
+    words, others = str(name).split("_"), close.split("_")
+    return close if len(words) == len(others) and all(map(_is_alike, words, others)) else None
+
+
+def _is_alike(word: str, other: str) -> bool:
+    import difflib
+
+    return word[:1] == other[:1] and difflib.SequenceMatcher(None, word, other).ratio() >= LEAST
+
+
 @lru_cache(maxsize=128)  # getattr(metadata, name, None) in every step must not compare names every time
 def _closest(name: str, known: frozenset[str]) -> str | None:
     import difflib

@@ -172,6 +172,8 @@ def arguments(words):
     add("--budget", type=int, default=4096, help="tokens of a step at most")
     add("--save", metavar="FILE")
     args = parser.parse_args(words)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu --shape tiny tries the code")
     args.tiny = args.shape == "tiny"
     args.prompt, args.new = args.prompt or (20 if args.tiny else 600), args.new or (8 if args.tiny else 128)
     return args

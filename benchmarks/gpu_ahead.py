@@ -275,6 +275,8 @@ def main(argv=None):
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu tries the code")
     transports = ("copy",) if args.device == "cpu" else ("graph", "copy")
     result, bad = {"device": args.device, "torch": torch.__version__}, []
     if args.device == "cuda":

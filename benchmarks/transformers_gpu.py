@@ -254,7 +254,7 @@ def arguments():
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--device", default="cuda")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tiny", action="store_true")
     add("--trace")
     add("--backends", default="flashinfer")
@@ -266,7 +266,10 @@ def arguments():
     add("--budget", type=int, default=4096)
     add("--pool-tokens", type=int, default=400_000)
     add("--save")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu --tiny tries the code")
+    return args
 
 
 def rows_of_ours(model, prompts, args, said):

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help of paragraphs, filled to the terminal's width; commands to copy stay whole."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(one if one.startswith(_COMMANDS) else textwrap.fill(one, width) for one in paragraphs)
+
+
+_COMMANDS = ("python ", "torchrun ", "curl ")
 
 
 def add_model(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
@@ -42,7 +54,7 @@ def asked_of_ranks(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node N examples/ranks.py [-h] [--share-keys]\n         MODEL [WORD ...]",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     add_model(parser)
     parser.add_argument("words", nargs="*", default=(), metavar="WORD", help="the text (default: Once upon a time)")

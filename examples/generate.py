@@ -1,10 +1,10 @@
 """Continue a text with a model of transformers, run by engine.py; without one,
 a tiny model with random weights.
 
-python examples/generate.py                   # shows that it works
-python examples/generate.py MODEL Once upon   # a model by its folder or name
+python examples/generate.py   # shows that it works
+python examples/generate.py MODEL Once upon   # a model
 
-A MODEL that is no folder here is a name of Hugging Face's hub, from which
+MODEL is a folder or a name. One that is no folder here is a name of Hugging Face's hub, from which
 transformers fetches it over the network unless it has done so before
 (HF_HUB_OFFLINE=1 keeps it from asking).
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from typing import Any
 
-from command_line import add_model
+from command_line import Formatter, add_model
 
 TOKENS = 100
 
@@ -27,11 +28,12 @@ def tiny(kind: dict[str, Any]) -> None:
 
     config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000)
     engine = Engine(LlamaForCausalLM(config).to(**kind), num_blocks=64)
-    print(engine.choice.explain().splitlines()[0])
-    print("a tiny Llama with random weights: its tokens are others each time")
+    print(textwrap.fill(engine.choice.explain().splitlines()[0], 60, subsequent_indent="    "))
+    print("a tiny Llama, random weights: other tokens each time")
     for number, token in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
         print(f"prompt {number}: token {token}")
-    print("it works; a model of your own: python examples/generate.py MODEL Once upon")
+    print("it works; with a model of your own:")
+    print("    python examples/generate.py MODEL Once upon")
 
 
 def continued(name: str, text: str, kind: dict[str, Any]) -> None:
@@ -48,7 +50,7 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add_model(parser, nargs="?")
     parser.add_argument("words", nargs="*", default=(), metavar="WORD", help="the text (default: Once upon a time)")
     asked = parser.parse_args()

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-from command_line import add_address
+from command_line import Formatter, add_address
 from serve import JsonHandler, listening
 
 AGAIN = 1.0
@@ -110,7 +110,7 @@ class Handler(JsonHandler):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     parser.add_argument("replicas", nargs="+", metavar="HOST:PORT", help="where replicas listen")
     add_address(parser, 8000)
     given = parser.parse_args()

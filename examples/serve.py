@@ -28,7 +28,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from command_line import add_address, add_model
+from command_line import Formatter, add_address, add_model
 
 LONGEST = 1 << 24
 """Bytes of a request's body."""
@@ -179,7 +179,7 @@ def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add_model(parser)
     add_address(parser, 8001)
     asked = parser.parse_args()

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from clean_venv import borrow, clean_venv, in_venv, sources
@@ -162,6 +163,58 @@ def test_a_profiling_run_writes_no_block_of_a_request_and_needs_no_cache(install
     query = torch.ones(3, 2, 8)
     answer = backend.impl("layers.1", scale=1.0).forward(query, query, query, None, builder.build_profile([3]))
     torch.testing.assert_close(answer, query)
+
+
+WRONG_STEPS = {
+    "query without its last token": ("query", lambda step: step.query[1:]),
+    "query of other heads": ("query", lambda step: step.query[:, 1:]),
+    "query of another size": ("query", lambda step: step.query[..., 1:]),
+    "query of another dtype": ("query", lambda step: step.query.double()),
+    "no query": ("query", lambda step: None),
+    "keys without the last token": ("key", lambda step: step.key[1:]),
+    "keys of other heads": ("key", lambda step: step.key[:, 1:]),
+    "keys of another dtype": ("key", lambda step: step.key.double()),
+    "keys of another device": ("key", lambda step: step.key.to("meta")),
+    "no keys": ("key", lambda step: None),
+    "values of another size": ("value", lambda step: step.value[..., 1:]),
+    "values of another dtype": ("value", lambda step: step.value.half()),
+    "sparse values": ("value", lambda step: step.value.to_sparse()),
+    "a cache of another block size": ("kv_cache", lambda step: step.kv_cache[..., 1:, :, :]),
+    "a cache of another dtype": ("kv_cache", lambda step: step.kv_cache.half()),
+    "a cache that is too small": ("kv_cache", lambda step: step.small_cache),
+    "no cache": ("kv_cache", lambda step: None),
+    "an output that is too small": ("output", lambda step: step.query[1:].clone()),
+    "an output of another dtype": ("output", lambda step: step.query.double()),
+    "an output whose rows are one": ("output", lambda step: step.query[:1].expand(3, -1, -1)),
+    "a cache as metadata": ("metadata", lambda step: step.kv_cache),
+    "a flag that is none": ("write", lambda step: "no"),
+}
+
+
+@pytest.mark.parametrize("backend", ["acme-x", "reference"])
+def test_a_step_that_does_not_fit_is_refused_as_by_reference_and_writes_nothing(installed, backend):
+    torch = pytest.importorskip("torch")
+    import attncore
+
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float32", "backend": backend}
+    made = attncore.select(**fields, block_size=4).create()
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    builder = attncore.MetadataBuilder(batch, made, max_num_batched_tokens=8)
+    batch.add_request("a", block_ids=[2], num_computed_tokens=0)
+    step = SimpleNamespace(
+        query=torch.ones(3, 4, 8), key=torch.ones(3, 2, 8), value=torch.ones(3, 2, 8),
+        kv_cache=made.allocate_kv_cache(3), small_cache=made.allocate_kv_cache(2), metadata=builder.build({"a": 3}),
+    )  # fmt: skip
+    layer = made.impl("layers.0", scale=1.0)
+    right = {name: getattr(step, name) for name in ("query", "key", "value", "kv_cache", "metadata")}
+    for what, (name, change) in WRONG_STEPS.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
+            layer.forward(**{**right, name: change(step)})
+        assert not step.kv_cache.any(), what
+        assert not step.small_cache.any(), what
+    layer.forward(**right)
+    layer.forward(**{**right, "key": None, "value": None}, write=False)
+    layer.forward(**{**right, "key": step.query.double(), "value": step.query[:1]}, write=False)  # they are not read
 
 
 def test_it_is_found_chosen_and_passes_the_kit(installed, capsys):

@@ -251,6 +251,28 @@ class AttentionImpl(ABC):
                     f"{name}: {type_name(given)} found; give {wanted}: forward(query, key, value, kv_cache, metadata)"
                 ) from None
 
+    def check_step(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
+        *,
+        write: bool = True,
+    ) -> None:
+        """ValueError or TypeError that names the first argument of ``forward`` which does not fit the configuration.
+
+        For a vendor's ``forward`` to call first, with its own arguments, so that a refused step writes nothing: shapes,
+        dtypes, devices, fields of the metadata, slots past the end of the cache, a cache that is missing. The block
+        table's content is not read. It takes up to a tenth of a millisecond and does not wait for the device; a backend
+        to which that is much calls it off its usual path.
+        """
+        from attncore.ops.step_checks import check_step
+
+        check_step(self, (query, key, value), kv_cache, metadata, output, write=flag("write", write))
+
     @staticmethod
     def check_write(write: object) -> bool:
         """``forward``'s ``write`` as a bool; TypeError where it is none. For a vendor's ``forward``."""

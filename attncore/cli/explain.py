@@ -128,6 +128,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME==VERSION",
         help="what is installed there; NAME== says that it is not; may be given several times",
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the metadata that the chosen backend reads in a step"
+    )
     parser.add_argument("--json", action="store_true", help="print the request, the host and every candidate as JSON")
 
 
@@ -148,10 +151,11 @@ def run(args: argparse.Namespace) -> int:
             negotiation = negotiate_installed(host=host, **fields)
             choice = choose(negotiation)
         _tell_of_strange_backends(args.prefer or (), args.exclude or ())
+        _tell_of_contradictions(args.backend, args.prefer or (), args.exclude or ())
     if args.json:
         print_json(_as_json(negotiation, choice))
     else:
-        _print(negotiation, choice)
+        _print(negotiation, choice, verbose=args.verbose)
         if args.device not in (None, "cpu"):
             _tell_what_an_assumed_machine_has(negotiation, args.device)
     return 0 if choice is not None else 3
@@ -285,6 +289,16 @@ def _tell_of_strange_backends(preferred: Sequence[str], excluded: Sequence[str])
             _warn(not_installed("--exclude", name))
 
 
+def _tell_of_contradictions(backend: str | None, preferred: Sequence[str], excluded: Sequence[str]) -> None:
+    """A line on standard error for each backend that is asked for and excluded. It is excluded, and no error: a script
+    may add an option to those that it was given.
+    """
+    for option, names in (("--backend", [backend]), ("--prefer", preferred)):
+        for name in dict.fromkeys(names):
+            if name is not None and name in excluded:
+                _warn(f"{option}: {quoted(name)} is in --exclude, too, which wins; take it out of one of them")
+
+
 def _warn(text: object) -> None:
     print_lines(f"attncore explain: warning: {text}", sys.stderr)
 
@@ -296,7 +310,7 @@ def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str
     return (("", negotiation),)
 
 
-def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None) -> None:
+def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None, *, verbose: bool) -> None:
     asked = ", ".join(f"{name} {_word(value)}" for name, value in negotiation.request.as_json().items())
     host = negotiation.host
     print_lines(f"request: {asked}")
@@ -310,13 +324,15 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
     if choice is None:
         print_lines(negotiation.refusal)
     else:
-        for line in _needs(choice):
-            print_lines(line)
-        print_lines("(fields of a step that the backend reads; builders provide them, an engine need not care)")
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
         print_lines(f"block_size {choice.block_size}, {cache}")
         for line in _captured(choice):
             print_lines(line)
+        if verbose:
+            print()
+            print_lines("metadata that it reads in a step; builders make them, an engine need not care:")
+            for line in _needs(choice):
+                print_lines(line)
 
 
 def _by_choice(choice: Choice | JointChoice) -> dict[str, Choice]:
@@ -332,10 +348,11 @@ def _captured(choice: Choice | JointChoice) -> Iterator[str]:
 
 
 def _needs(choice: Choice | JointChoice) -> Iterator[str]:
-    """What the chosen backend reads of a step, a line for each phase where two were chosen."""
+    """What the chosen backend reads of a step, by the names that its spec has for that and what these mean."""
     for phase, one in _by_choice(choice).items():
         facts = plain_facts(one.spec)
-        yield phase + "; ".join(f"{name} {facts[name]}" for name in ("host_needs", "device_needs"))
+        for name, where in (("host_needs", "on the host"), ("device_needs", "on the device")):
+            yield f"{phase}{where} ({name}): {facts[name]}"
 
 
 def _word(value: object) -> str:

@@ -28,6 +28,8 @@ from attncore.show import counted
 from attncore.written_file import check_written_file
 
 _DEFAULTS = Settings()
+NUM_KV_HEADS = 2
+"""Key/value heads unless they are given."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_integer(parser, "--num-heads", 1, 1024, 4, "query heads")
-    add_integer(parser, "--num-kv-heads", 1, 1024, 2, "key-value heads, a divisor of --num-heads")
+    add_integer(parser, "--num-kv-heads", 1, 1024, NUM_KV_HEADS, "key-value heads, a divisor of --num-heads")
     add(
         "--head-size",
         type=integer(1, 1024),
@@ -213,7 +215,12 @@ def _check_contradictions(args: argparse.Namespace) -> None:
     if args.trace is not None and args.trace_option is not None:
         raise UsageError(f"--trace: {args.trace_option} and {args.trace} are both given; one trace is replayed")
     if args.num_heads % args.num_kv_heads:
-        raise UsageError(f"--num-kv-heads: {args.num_kv_heads} does not divide --num-heads {args.num_heads}")
+        heads = args.num_kv_heads
+        if heads == NUM_KV_HEADS:  # which was hardly given
+            raise UsageError(
+                f"--num-heads: {args.num_heads} is no multiple of --num-kv-heads, by default {heads}; give both"
+            )
+        raise UsageError(f"--num-kv-heads: {heads} does not divide --num-heads {args.num_heads}")
     if args.groups and args.block_size is not None:
         raise UsageError(f"--block-size: {args.block_size} given beside --groups, which states block sizes")
     if args.groups and args.layers is not None and args.layers < len(args.groups) and not args.metadata_only:

@@ -8,6 +8,7 @@ with 0 where all agree, 1 where one differs, fails, crashes or hangs, 3 where no
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_choice, backend_name
@@ -116,10 +117,10 @@ def _choices(args: argparse.Namespace) -> tuple[list[Choice], list[str]]:
     specs = {record.name: record.spec for record in registry().records if record.spec is not None}
     if not args.all:
         spec = specs.get(args.backend) if args.backend else None
-        return [select(**{**_fields(spec), **given, "backend": args.backend})], []
+        return [select(**_request(spec, given), backend=args.backend)], []
     found, left_out, refusals = [], [], ["no backend that is loaded can be used here"]
     for name, one in specs.items():
-        negotiation = negotiate_installed(**{**_fields(one), **given, "backend": name})
+        negotiation = negotiate_installed(**_request(one, given), backend=name)
         if (choice := choose(negotiation)) is not None:
             found.append(choice)
         else:
@@ -128,6 +129,14 @@ def _choices(args: argparse.Namespace) -> tuple[list[Choice], list[str]]:
     if not found:
         raise NoBackendError("\n".join(refusals))
     return found, left_out
+
+
+def _request(spec: BackendSpec | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, over what ``_fields`` says; key/value heads as heads where its own number does not divide them."""
+    fields = {**_fields(spec), **given}
+    if "num_kv_heads" not in given and fields["num_heads"] % fields["num_kv_heads"]:
+        fields["num_kv_heads"] = fields["num_heads"]
+    return fields
 
 
 def _fields(spec: BackendSpec | None) -> dict[str, Any]:

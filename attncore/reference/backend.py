@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionType, LayerFeatures
 from attncore.arguments import flag
+from attncore.ops.step_checks import check_device, check_host, check_query, check_tensors, num_tokens_of
 from attncore.reference import cache as paged
 from attncore.reference import checks
 from attncore.reference.causal import Answer, CausalRows, Paged
@@ -23,8 +24,6 @@ from attncore.reference.scoring import Scoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from attncore.abstract import HostArrays
 
 
 class ReferenceImpl(AttentionImpl):
@@ -103,16 +102,16 @@ class ReferenceImpl(AttentionImpl):
         write: bool,
     ) -> Answer:
         config, attn_type = self.backend.config, self.attn_type
-        checks.check_host(attn_type, metadata)
+        check_host(attn_type, metadata)
         host = metadata.host
-        num_tokens = _num_tokens(attn_type, host)
-        checks.check_query(tensors[0], num_tokens[0])
+        num_tokens = num_tokens_of(attn_type, host)
+        check_query(tensors[0], num_tokens[0])
         write = flag("write", write) or kv_cache is None
         key_dtype = None
         if not write:
             tensors, key_dtype = self._with_cached(tensors, kv_cache, metadata)
-        query, key, value = checks.check_tensors(config, attn_type, tensors, num_tokens, output, key_dtype)
-        checks.check_device(attn_type, metadata, query.device)
+        query, key, value = check_tensors(config, attn_type, tensors, num_tokens, output, key_dtype)
+        check_device(attn_type, metadata, query.device)
         if attn_type is AttentionType.ENCODER_ONLY:
             checks.check_whole(host)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if scoring.with_lse else None
@@ -147,13 +146,13 @@ class ReferenceImpl(AttentionImpl):
         config, name = self.backend.config, "cross_slot_mapping" if crosses else "slot_mapping"
         given, host_slots = tensors, np.asarray(getattr(metadata.host, name))
         caches = checks.check_cache(config, kv_cache, name, host_slots, given[0].device)
-        checks.check_device(self.attn_type, metadata, given[0].device)
+        check_device(self.attn_type, metadata, given[0].device)
         unslotted = bool((host_slots < 0).any()) if crosses else CausalRows.of(metadata).some_unslotted
         if caches is None:
             return tensors, None
         if unslotted:
-            counts = _num_tokens(self.attn_type, metadata.host)
-            given = checks.check_tensors(config, self.attn_type, tensors, counts, None)
+            counts = num_tokens_of(self.attn_type, metadata.host)
+            given = check_tensors(config, self.attn_type, tensors, counts, None)
         slots = getattr(metadata, name)
         rows = len(slots) if crosses else len(given[0])  # an engine pads
         found = []
@@ -205,16 +204,6 @@ def _answer(step: Paged, output: Tensor | None, lse: Tensor | None) -> Answer:
     if output is None or output.untyped_storage().data_ptr() in read:
         output = step.query.new_empty((*step.query.shape[:2], step.value.shape[2]))
     return Answer(output, lse)
-
-
-def _num_tokens(attn_type: AttentionType, host: HostArrays) -> tuple[int, int | None]:
-    """Tokens that the metadata has: queries, and keys where those are others."""
-    if attn_type is AttentionType.DECODER:
-        return len(host.slot_mapping), None
-    if attn_type is AttentionType.ENCODER:
-        return int(host.encoder_query_start_loc[-1]), None
-    queries = int(host.query_start_loc[-1])
-    return queries, int(host.encoder_query_start_loc[-1]) if attn_type is AttentionType.ENCODER_DECODER else None
 
 
 class ReferenceBackend(AttentionBackend):

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.abstract import AttentionType
-from attncore.ops.written_tensor import check_strided, check_written
-from attncore.quoted import type_name
+from attncore.ops.step_checks import check_last_slot, has_no_cache
 from attncore.reference import cache as paged
 from attncore.show import counted
 
@@ -19,26 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from attncore.abstract import AttentionMetadata, BackendConfig, HostArrays
+    from attncore.abstract import BackendConfig, HostArrays
     from attncore.reference.causal import CausalRows
-
-#: What each type of attention reads: the host's arrays, and of those the ones that it reads on the device.
-HOST_FIELDS = {
-    AttentionType.DECODER: ("slot_mapping", "query_start_loc", "seq_lens"),
-    AttentionType.ENCODER_ONLY: ("query_start_loc", "seq_lens"),
-    AttentionType.ENCODER: ("encoder_query_start_loc",),
-    AttentionType.ENCODER_DECODER: (
-        "query_start_loc",
-        "encoder_seq_lens",
-        "encoder_query_lens",
-        "encoder_query_start_loc",
-        "cross_slot_mapping",
-    ),
-}
-DEVICE_FIELDS = {
-    AttentionType.DECODER: ("slot_mapping", "block_table"),
-    AttentionType.ENCODER_DECODER: ("cross_slot_mapping", "cross_block_table"),
-}
 
 
 def per_head(name: str, values: Sequence[float] | Tensor | None, config: BackendConfig) -> Tensor | None:
@@ -51,113 +31,11 @@ def per_head(name: str, values: Sequence[float] | Tensor | None, config: Backend
     return found.view(config.num_kv_heads, -1)
 
 
-def check_host(attn_type: AttentionType, metadata: AttentionMetadata) -> None:
-    """Raise TypeError for what is no metadata, ValueError where it lacks a field that ``attn_type`` reads."""
-    host = getattr(metadata, "host", None)
-    if host is None:
-        raise TypeError(f"metadata: {type(metadata).__name__} found, without host arrays; give a builder's")
-    for name in HOST_FIELDS[attn_type]:
-        if getattr(host, name, None) is None:
-            raise ValueError(f"metadata: it has no {name}, which attention of type {attn_type} reads")
-
-
-def check_device(attn_type: AttentionType, metadata: AttentionMetadata, device: torch.device) -> None:
-    """Raise ValueError where a field that ``attn_type`` reads on the device does not lie on the query's."""
-    for name in DEVICE_FIELDS.get(attn_type, ()):
-        array = getattr(metadata, name, None)
-        if not isinstance(array, Tensor) or array.device != device:
-            where = f"on {array.device}" if isinstance(array, Tensor) else f"a {type(array).__name__}"
-            raise ValueError(f"metadata: {name} is {where}; build it for this backend, on {device}")
-
-
-def check_query(query: Any, num_tokens: int) -> None:
-    """Raise ValueError unless the query is a tensor of three dimensions and as many tokens as the metadata has."""
-    if isinstance(query, Tensor):
-        check_strided("query", query)  # first: a nested tensor has no shape
-    if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
-        raise ValueError(
-            f"query: {_shape_or_type(query)} found; the metadata has {counted(num_tokens, 'token')}; give a tensor "
-            "(tokens, query "
-            "heads, head size)"
-        )
-
-
-def _shape_or_type(found: Any) -> str:
-    """A tensor's shape; of anything else its type: an array's text would be a screenful."""
-    if isinstance(found, Tensor):
-        return f"shape {tuple(found.shape)}"
-    return "None" if found is None else type_name(found)
-
-
-def check_tensors(
-    config: BackendConfig,
-    attn_type: AttentionType,
-    tensors: tuple[Any, Any, Any],
-    num_tokens: tuple[int, int | None],
-    output: Tensor | None,
-    key_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, after comparing them, and ``output``, with the configuration.
-
-    ``num_tokens`` are those that the metadata has, of queries and of keys (None: as many as the query's). A value that
-    is part of the keys, and keys of which there are none, are made here. ``key_dtype`` is the dtype of key and value
-    where it is not the model's: of those that were read in an fp8 cache.
-    """
-    query, key, value = tensors
-    size_v = config.head_size_v or config.head_size
-    check_query(query, num_tokens[0])
-    for name, tensor in (("key", key), ("value", value), ("output", output)):
-        if isinstance(tensor, Tensor):
-            check_strided(name, tensor)
-    if num_tokens[1] == 0 and key is None and value is None:
-        key = query.new_empty((0, config.num_kv_heads, config.head_size))
-        value = query.new_empty((0, config.num_kv_heads, size_v))
-    elif config.use_mla and isinstance(key, Tensor) and key.dim():
-        value = key[..., :size_v]
-    num_keys = len(query) if num_tokens[1] is None else num_tokens[1]
-    if num_tokens[1] is not None and isinstance(key, Tensor):
-        num_keys = len(key) if key.dim() else 0
-    if num_tokens[1] is not None and num_keys < num_tokens[1]:
-        raise ValueError(
-            f"key: {counted(num_keys, 'token')} found; the metadata has {counted(num_tokens[1], 'encoder token')} in "
-            "this step"
-        )
-    expected = {
-        "query": (query, (len(query), config.num_heads, config.head_size)),
-        "key": (key, (num_keys, config.num_kv_heads, config.head_size)),
-        "value": (value, (num_keys, config.num_kv_heads, size_v)),
-    }
-    if output is not None:
-        expected["output"] = (output, (len(query), config.num_heads, size_v))
-    for name, (tensor, shape) in expected.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"{name}: {_shape_or_type(tensor)} found; attention of type {attn_type} needs a tensor of shape {shape}"
-            )
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{name}: shape {tuple(tensor.shape)} found; the query's tokens and the configuration say {shape}"
-            )
-        of_keys = key_dtype is not None and name in ("key", "value")
-        if tensor.dtype != (key_dtype if of_keys else getattr(torch, config.dtype)):
-            raise ValueError(f"{name}: {tensor.dtype} found; the backend was made for torch.{config.dtype}")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
-    if output is not None:
-        check_written("output", output)
-    return query, key, value
-
-
 def check_cache(
     config: BackendConfig, kv_cache: Any, name: str, slots: NDArray[np.int64], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Key cache and value cache; None where none is given and, ``slots`` (of ``name``) all being -1, none is needed."""
-    for part in kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache,):
-        if isinstance(part, Tensor):
-            check_strided("kv_cache", part)
-    if kv_cache is None or (isinstance(kv_cache, Tensor) and kv_cache.numel() == 0):
-        if np.max(slots, initial=-1) >= 0:
-            raise ValueError(f"kv_cache: none given, but {name} has slots to write; only a profiling run needs none")
+    if has_no_cache(kv_cache, name, slots):
         return None
     size_v = config.head_size_v or config.head_size
     if config.use_mla and not (isinstance(kv_cache, Tensor) and kv_cache.dim() == 3):
@@ -179,13 +57,7 @@ def check_cache(
             raise ValueError(f"kv_cache: {cache.dtype} found; the configuration says {expected_dtype}")
         if cache.device != device:
             raise ValueError(f"kv_cache: on {cache.device}, but the query is on {device}")
-    block, num_blocks = int(np.max(slots, initial=-1)) // config.block_size, min(map(len, caches))
-    if block >= num_blocks:
-        raise ValueError(
-            f"kv_cache: {counted(num_blocks, 'block')} found; {name} has a slot in block {block}: tell the batch "
-            "num_blocks, "
-            "or give the cache more"
-        )
+    check_last_slot(config, caches, name, slots)
     return caches
 
 

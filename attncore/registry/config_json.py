@@ -8,6 +8,7 @@ by ``attncore replay --model``.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from attncore.input_files import parse_json, read_file
 MAX_BYTES = 4 * 2**20
 """The largest configuration that is read; published ones have some kilobytes."""
 MAX_DEPTH = 32
+_OF_A_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+"""What may be the name of a model on Hugging Face's hub."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -27,7 +30,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
             read_file(place, MAX_BYTES), MAX_DEPTH, "a model's configuration (a JSON object) is expected"
         )
     except OSError as error:
-        raise ValueError(f"{place} cannot be read: {error.strerror or error}") from None
+        hint = ""
+        if isinstance(error, FileNotFoundError) and _OF_A_HUB.fullmatch(place) and not place.endswith(".json"):
+            hint = (
+                f"; nothing is downloaded: give a config.json or its folder, such as that of `hf download {place} "
+                "config.json --local-dir DIR`"
+            )
+        raise ValueError(f"{place} cannot be read: {error.strerror or error}{hint}") from None
     except ValueError as error:
         raise ValueError(f"{place} {error}") from None
     if not isinstance(config, dict):

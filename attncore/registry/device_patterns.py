@@ -21,6 +21,13 @@ _PATTERN = re.compile(
 PATTERNS = "any, cpu, cuda, cuda:sm_90, cuda:sm_80+, rocm, rocm:gfx942, rocm:gfx11*"
 _PLATFORMS = ("any", "cpu", "cuda", "rocm")
 """In the order in which texts name them."""
+_SOLD_AS = {
+    "v100": "sm_70", "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "a40": "sm_86", "l4": "sm_89", "l40": "sm_89",
+    "l40s": "sm_89", "h100": "sm_90", "h200": "sm_90", "gh200": "sm_90", "b200": "sm_100", "gb200": "sm_100",
+    "mi210": "gfx90a", "mi250": "gfx90a", "mi250x": "gfx90a", "mi300a": "gfx942", "mi300x": "gfx942",
+    "mi325x": "gfx942", "mi350x": "gfx950", "mi355x": "gfx950",
+}  # fmt: skip
+"""What people call a device, for the error that tells its name here."""
 
 
 class Match(NamedTuple):
@@ -39,8 +46,10 @@ def canonical(device: str) -> str:
     elif name.startswith("gfx"):
         name = f"rocm:{name}"
     if not _DEVICE.fullmatch(name):
+        sold_as = _SOLD_AS.get(name)
+        hint = f"; {name.upper()} is {sold_as}" if sold_as else ""
         raise ValueError(
-            f"device: {quoted(device)} is not a device; write cuda:sm_90, sm_90, rocm:gfx942, gfx942 or cpu"
+            f"device: {quoted(device)} is not a device; write cuda:sm_90, sm_90, rocm:gfx942, gfx942 or cpu{hint}"
         )
     return name
 

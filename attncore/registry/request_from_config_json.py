@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from attncore.arguments import integer, positive_integer
+from attncore.did_you_mean import meant_by
 from attncore.quoted import MOST, one_line, quoted
 from attncore.registry.config_json import read_config
 
 _ALIBI_MODELS = ("bloom",)
 _SINK_MODELS = ("gpt_oss",)
 _NAMES = {
-    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_size": ("head_dim",),
     "dtype": ("dtype", "torch_dtype"),
@@ -22,6 +23,16 @@ _NAMES = {
     "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 """What configurations call fields of a request, the usual name first."""
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_READ = (
+    *_NAMES.values(),
+    _WIDTH,
+    *((name,) for name in ("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "use_sliding_window")),
+    *((name,) for name in ("attn_config", "text_config", "model_type", "is_encoder_decoder", "multi_query")),
+)
+"""The entries whose spelling is checked: names of the same thing together."""
+_WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+"""Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
 
 def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
@@ -34,7 +45,8 @@ def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
 
 
 def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> dict[str, Any]:
-    """The fields of a request for one of ``tensor_parallel`` ranks; ValueError naming the missing or odd entry.
+    """The fields of a request for one of ``tensor_parallel`` ranks; ValueError that names the missing,
+    misspelt or odd entry.
 
     A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
     ranks, and repeated where there are fewer of them than ranks; one of both numbers divides the other.
@@ -43,7 +55,14 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if isinstance(config.get("text_config"), Mapping):
         outer, config = config, config["text_config"]
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
-    heads = _count(config, *_NAMES["num_heads"])
+    if without := without_attention(config):
+        raise ValueError(f"config: {without}")
+    _check_spelling(config)
+    if (counted := _optional(config, *_NAMES["num_heads"])) is None:
+        raise ValueError(
+            f"config: {_NAMES['num_heads'][0]} is missing; a model that has no attention needs no attention backend"
+        )
+    heads = counted
     if heads % tensor_parallel:
         raise ValueError(
             f"tensor_parallel: {tensor_parallel} does not divide the model's number of heads, {quoted(heads)}"
@@ -65,6 +84,28 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def without_attention(config: Mapping[str, Any]) -> str:
+    """That the model of a configuration has no attention, where its ``model_type`` says so; else empty."""
+    kind = config.get("model_type")
+    if kind not in _WITHOUT_ATTENTION:
+        return ""
+    return f"model_type: {kind} has no attention, so it needs no attention backend; give a model that has some"
+
+
+def _check_spelling(config: Mapping[str, Any]) -> None:
+    """ValueError where an entry is spelt like one that is read and that stands there under no name.
+
+    Other unknown entries are left alone: configurations have many that say nothing of attention.
+    """
+    lacking = [name for names in _READ if not any(name in config for name in names) for name in names]
+    read = {name for names in _READ for name in names}
+    for name, value in config.items():
+        meant = meant_by(name, lacking) if name not in read else None
+        is_list_of_them = meant is not None and name == f"{meant}s" and isinstance(value, list)  # of stages of a model
+        if meant and not is_list_of_them:
+            raise ValueError(f"config: {one_line(name, MOST)}: no entry that is read; did you mean {meant}?")
 
 
 def in_words_of_config(text: str, config: Mapping[str, Any], options: Mapping[str, str] | None = None) -> str:
@@ -121,7 +162,7 @@ def _kv_heads_of_rank(heads: int, ranks: int) -> int:
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
     if stated := _optional(config, *_NAMES["head_size"]):
         return stated
-    size = _count(config, "hidden_size", "n_embd", "d_model")
+    size = _count(config, *_WIDTH)
     if size % heads:
         raise ValueError(
             f"config: hidden_size {quoted(size)} is no multiple of the number of heads, {quoted(heads)}; state head_dim"

@@ -107,7 +107,11 @@ def test_the_limit_counts_the_bytes_of_the_answer(line, words, build):
 
 def test_more_is_allowed_where_it_is_asked_for(build):
     line = batch(sequence(query_len=40_000, block_table=None))
-    assert build(line, "--max-answer", "100000")[0] == 2
+    code, _, err = build(line, "--max-answer", "100000")
+    assert (code, "33333 numbers allowed here (of `attncore build`, as many as --max-answer bytes hold)" in err) == (
+        2,
+        True,
+    )
     assert build(line, "--max-answer", "200000")[0] == 0
 
 

@@ -1,6 +1,7 @@
 """``attncore doctor``: each plugin in a child process."""
 
 import json
+import re
 import sys
 import time
 from importlib import metadata
@@ -405,6 +406,15 @@ def test_whatever_the_doctor_hook_answers(site, capsys, hook, text):
     assert text in "".join(reason["message"] for reason in row["reasons"])
     assert len(row["facts"]) <= 64
     assert max(map(len, row["facts"].values()), default=0) <= 200
+
+
+def test_a_fact_may_have_an_empty_name(site, capsys):
+    source = SPEC.format(name="odd", module="attn_odd", extra="")
+    site.plugin("odd", f"{source}@hookimpl\ndef attncore_doctor(host):\n    return {{'': 'ready', 'cards': '2'}}\n")
+    code = main(["doctor", "--no-create"])
+    assert (code, re.findall("^note: odd: .*$", capsys.readouterr().out, re.MULTILINE)) == (
+        0, ["note: odd: : ready", "note: odd: cards: 2"],
+    )  # fmt: skip
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_fault_of_the_backend(monkeypatch):

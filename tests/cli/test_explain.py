@@ -150,7 +150,13 @@ def test_what_the_chosen_backend_reads_is_printed_as_show_prints_it(site, capsys
     site.plugin("acme", extra="host_needs={'seq_lens', 'query_start_loc'}, host_lengths='exact', device_needs=()")
     code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "acme")
     assert code == 0
-    assert "\nhost_needs query_start_loc, seq_lens; device_needs none\n(fields of a step" in out
+    assert "host_needs" not in out
+    code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "acme", "--verbose")
+    assert code == 0
+    assert out.endswith(
+        "\n\nmetadata that it reads in a step; builders make them, an engine need not care:\n"
+        "on the host (host_needs): query_start_loc, seq_lens\non the device (device_needs): none\n"
+    )
     chosen = json.loads(ask(capsys, "--assume", "cpu", "--backend", "acme", "--json")[1])["chosen"]
     assert (chosen["host_needs"], chosen["device_needs"]) == (["query_start_loc", "seq_lens"], [])
 
@@ -165,8 +171,9 @@ def test_joint(plugins, capsys):
     _, out, _ = ask(capsys, "--assume", "sm_90", "--joint")
     assert "\nprefill:\n" in out
     assert "\ndecode:\n" in out
-    assert "\nprefill host_needs " in out
-    assert "\ndecode host_needs " in out
+    _, out, _ = ask(capsys, "--assume", "sm_90", "--joint", "--verbose")
+    assert "\nprefill on the host (host_needs): " in out
+    assert "\ndecode on the host (host_needs): " in out
 
 
 @pytest.mark.parametrize(
@@ -208,6 +215,16 @@ def test_a_preferred_backend_that_is_not_installed_is_said_and_no_error(site, ca
     assert err == (
         "attncore explain: warning: --prefer: no backend 'acmee' is installed; installed: acme, reference; did you "
         "mean acme?\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--prefer", "--backend"])
+def test_a_backend_that_is_asked_for_and_excluded_is_said(site, capsys, option):
+    site.plugin("acme")
+    _, out, err = ask(capsys, option, "acme", "--exclude", "acme")
+    assert "excluded by the request" in out
+    assert err == (
+        f"attncore explain: warning: {option}: 'acme' is in --exclude, too, which wins; take it out of one of them\n"
     )
 
 

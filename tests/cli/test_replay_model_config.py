@@ -72,6 +72,17 @@ def test_what_the_model_has_is_not_told_of_an_option(model, capsys, field, messa
     refused(model({**LLAMA, **field}, capsys), f"error: --model: {model.folder}: {message}")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mamba", "model_type: mamba has no attention"),
+        ("resnet", "model_type: resnet is no model that says a next token; take a decoder of text"),
+    ],
+)
+def test_a_model_that_cannot_attend_is_told_by_its_kind(model, capsys, kind, message):
+    refused(model({"model_type": kind}, capsys), f"error: --model: {model.folder}: {message}")
+
+
 @pytest.fixture
 def no_network(monkeypatch):
     """What tried to reach the network."""

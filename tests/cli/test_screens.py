@@ -152,9 +152,9 @@ def test_a_wrong_value_begins_with_its_option(screen, words):
     ],
 )
 def test_a_file_that_is_missing_is_told_in_one_way(screen, words, name):
-    code, out, err = screen(*(word.format("absent.file") for word in words))
+    code, out, err = screen(*(word.format("absent.json") for word in words))
     assert (code, out) == (2, "")
-    assert err == f"attncore: error: {name}absent.file cannot be read: No such file or directory\n"
+    assert err == f"attncore: error: {name}absent.json cannot be read: No such file or directory\n"
 
 
 @pytest.mark.parametrize("width", [None, *WIDTHS])

@@ -131,6 +131,12 @@ def test_what_cannot_be_used_here_exits_3_with_its_reasons(site, capsys):
     assert "pip install 'a-library-that-is-not-there>=2'" in capsys.readouterr().err
 
 
+def test_a_number_of_heads_that_the_usual_key_heads_do_not_divide(cache, capsys):
+    """It has as many of these, as ``explain`` takes; an error would name an option that nobody gave."""
+    assert main(["verify", "reference", "--num-heads", "3", "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "agrees"
+
+
 def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
     site.plugin("broken-create", heavy="raise ImportError('libacme.so is missing')", module="broken_create")
     monkeypatch.setenv("ATTNCORE_PLUGINS", "broken-create")

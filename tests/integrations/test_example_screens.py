@@ -32,6 +32,16 @@ def test_help_fits_a_terminal_and_needs_no_library(name, tmp_path):
     assert "``" not in done.stdout
 
 
+@pytest.mark.parametrize("name", ["generate.py", "serve.py", "replicas.py", "ranks.py"])
+def test_help_fits_a_narrow_terminal_but_for_commands(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run(name, "--help").stdout.splitlines()
+    assert len(lines) > 15
+    wide = [line for line in lines if len(line) > 60]
+    assert [line for line in wide if not line.startswith(("curl ", "python ", "torchrun ", "usage: torchrun "))] == []
+    assert name != "generate.py" or not wide
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -58,6 +68,13 @@ def test_what_is_not_installed_is_one_line(name, tmp_path):
     assert done.returncode
     assert "torch is not installed: pip install " in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_what_the_tiny_model_says_fits_a_narrow_terminal():
+    done = run("generate.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n    python examples/generate.py MODEL Once upon\n")
+    assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

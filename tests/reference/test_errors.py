@@ -1,9 +1,11 @@
 """What reference refuses, and that the message begins with the argument's name."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+from reference.encoder_cases import make_cross, make_encoder
 
 from attncore.reference import ReferenceBackend, attncore_backend
 
@@ -70,7 +72,7 @@ def test_latent_rows_that_are_not_strided_or_have_no_dimension(paged_case, kind)
 
 
 def test_a_cache_in_the_place_of_metadata(case):
-    with pytest.raises(TypeError, match=r"^metadata: Tensor found"):
+    with pytest.raises(TypeError, match=r"^metadata: Tensor found.*, behind kv_cache: forward\(query, "):
         case.backend.impl("x", scale=1.0).forward(case.query, case.key, case.value, case.metadata, case.cache)
 
 
@@ -158,3 +160,41 @@ def test_layers(case, argument, value):
 def test_configurations(case, argument, value):
     with pytest.raises(ValueError, match=r"^[a-z_]+: "):
         ReferenceBackend(dataclasses.replace(case.backend.config, spec=attncore_backend(), **{argument: value}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_mla": True, "num_kv_heads": 1, "head_size_v": 4}, {"head_size_v": 4}, {"kv_cache_dtype": "float16"}],
+    ids=["plain", "latent", "another size of values", "another dtype of the cache"],
+)
+def test_check_step_says_what_forward_says_and_writes_nothing(paged_case, options):
+    case = paged_case([(5, 1), (0, 3)], **options)
+    impl, before = case.backend.impl("layer", **case.features), case.cache.clone()
+    assert impl.check_step(**case.given()) is None
+    assert impl.check_step(**case.given(key=None, value=None), write=False) is None
+    for wrong in (
+        {"query": case.query[1:]}, {"query": case.query.double()}, {"key": case.key[1:]}, {"key": case.key.double()},
+        {"key": None}, {"kv_cache": None}, {"kv_cache": case.cache[:, :1]}, {"output": case.query[1:]},
+    ):  # fmt: skip
+        texts = []
+        for call in (impl.check_step, impl.forward):
+            with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: ") as caught:
+                call(**case.given(**wrong))
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1] or "kv_cache" in wrong  # whose shapes are told in other words
+    torch.testing.assert_close(case.cache.view(torch.uint8), before.view(torch.uint8))
+    impl.forward(**case.given())
+    assert not torch.equal(case.cache.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [make_encoder([3, 5]), make_encoder([3, 5], kind="encoder_only"), make_cross([(5, True, 2), (3, False, 1)])],
+    ids=lambda case: case.kind,
+)
+def test_check_step_of_layers_that_are_not_causal(case):
+    assert case.impl().check_step(**case.given()) is None
+    with pytest.raises(ValueError, match=r"^key: "):
+        case.impl().check_step(**case.given(key=case.key[..., 1:]))
+    with pytest.raises(ValueError, match=r"^metadata: it has no "):
+        case.impl().check_step(**case.given(metadata=SimpleNamespace(host=SimpleNamespace())))

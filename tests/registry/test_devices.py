@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 
+from attncore.registry import device_patterns
 from attncore.registry.device_patterns import (
     best_match,
     canonical,
@@ -130,3 +131,12 @@ def test_devices_without_those_contained_are_the_same_devices():
 def test_two_patterns_of_the_same_devices_are_one():
     assert len(without_contained(["cuda:sm_80+", "cuda:sm_080+"])) == 1
     assert without_contained(["cuda:sm_90", "cuda:sm_90+"]) == ["cuda:sm_90+"]
+
+
+def test_what_a_device_is_sold_as_is_told_by_its_name_here():
+    for sold_as, name in device_patterns._SOLD_AS.items():
+        assert device_patterns.canonical(name).endswith(f":{name}")
+        with pytest.raises(ValueError, match=rf"; {sold_as.upper()} is {name}$"):
+            device_patterns.canonical(sold_as)
+    with pytest.raises(ValueError, match=r"gfx942 or cpu$"):
+        device_patterns.canonical("banana")

@@ -1,5 +1,6 @@
 """Requests from a Hugging Face config.json."""
 
+import contextlib
 import json
 
 import pytest
@@ -123,3 +124,61 @@ def test_numbers_of_thousands_of_digits_are_quoted_in_short(size, field, ranks):
         AttentionRequest(**request_fields(config, tensor_parallel=ranks))
     assert "Exceeds the limit" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("hiden_size", "hidden_size"),
+        ("num_atention_heads", "num_attention_heads"),
+        ("num_attention_head", "num_attention_heads"),
+        ("max_position_embedings", "max_position_embeddings"),
+        ("sliding_windw", "sliding_window"),
+        ("haed_dim", "head_dim"),
+    ],
+)
+def test_a_misspelt_entry_is_told(misspelt, meant):
+    config = {**LLAMA, misspelt: 64}
+    config.pop(meant, None)
+    with pytest.raises(ValueError, match=rf"^config: {misspelt}: no entry that is read; did you mean {meant}\?$"):
+        request_fields(config)
+    with pytest.raises(ValueError, match=f"^config: {misspelt}: "):
+        request_fields({"text_config": config})
+
+
+@pytest.mark.parametrize("entry", [{"qk_nope_head_dim": 64}, {"hiden_size": 64}, {"layer_type": "basic"}, {"": 1}])
+def test_other_entries_are_left_alone(entry):
+    """Those of which nothing like them is read, and those beside what they are like."""
+    assert request_fields({**LLAMA, **entry}) == request_fields(LLAMA)
+
+
+def test_no_configuration_of_transformers_has_a_misspelt_entry():
+    configs = pytest.importorskip("transformers.models.auto.configuration_auto", reason="transformers is not installed")
+    complaints, tried = [], 0
+    for kind in configs.CONFIG_MAPPING:
+        with contextlib.suppress(Exception):  # a class that has no default, or whose parts are not installed
+            config = configs.CONFIG_MAPPING[kind]().to_dict()
+            tried += 1
+            try:
+                request_fields(config)
+            except ValueError as error:  # such as of a model of images
+                complaints += [f"{kind}: {error}"] if "did you mean" in str(error) else []
+    assert complaints == []
+    assert tried > 100
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"])
+def test_a_model_without_attention_is_told(kind):
+    """What Mamba 2 calls num_heads are none of attention."""
+    with pytest.raises(ValueError, match=f"^config: model_type: {kind} has no attention, so it needs no attention"):
+        request_fields({"model_type": kind, "hidden_size": 64, "num_heads": 2, "head_dim": 32})
+
+
+def test_without_heads_it_is_said_that_some_models_have_none():
+    with pytest.raises(ValueError, match="num_attention_heads is missing; a model that has no attention needs no"):
+        request_fields({"model_type": "resnet", "hidden_sizes": [64, 128]})
+
+
+def test_heads_of_a_decoder_beside_an_encoder():
+    whisper = {"model_type": "whisper", "d_model": 384, "decoder_attention_heads": 6, "is_encoder_decoder": True}
+    assert request_fields(whisper)["num_heads"] == 6

@@ -166,7 +166,8 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             raise ValueError(
                 f"groups: an answer of {counted(num_tokens, 'token')} and a table of {num_reqs} x {width} is more "
                 "than the "
-                f"{counted(self.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
+                f"{counted(self.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
+                "--max-answer bytes hold)"
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         sizes = reader.num_seqs, num_reqs, num_tokens, width, num_pages

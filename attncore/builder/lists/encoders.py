@@ -71,7 +71,8 @@ def encoder_fields(
         raise ValueError(
             f"groups: {counted(num_tokens, 'encoder token')} and cross tables {max(width, widest_prompt)} wide are "
             "more than the "
-            f"{counted(settings.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
+            f"{counted(settings.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
+            "--max-answer bytes hold)"
         )
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
     seq_lens[:num_seqs] = lens

@@ -72,7 +72,7 @@ def too_many_placeholders(count: int, most: int) -> ValueError:
     """The error of placeholders that ask for more numbers than an answer of ``attncore build`` may have."""
     return ValueError(
         f"groups: {counted(count, 'token')} of placeholders, with two numbers each, are more than the "
-        f"{counted(most, 'number')} allowed here (`attncore build` has --max-answer)"
+        f"{counted(most, 'number')} allowed here (of `attncore build`, as many as --max-answer bytes hold)"
     )
 
 

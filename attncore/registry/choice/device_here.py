@@ -11,13 +11,18 @@ def device_problem(device: str) -> str | None:
     """Why torch cannot use ``device`` here, in words that follow the argument's name; None where it can. It imports
     torch.
     """
+    problem = _problem(device)
+    return problem and f"{problem}; give one that this machine has, such as cpu"
+
+
+def _problem(device: str) -> str | None:
     import torch
 
     try:
         torch.device(device)
     except RuntimeError:  # its text lists every kind of device that there ever was
         hint = did_you_mean(device.partition(":")[0], ("cpu", "cuda"))
-        return f"{quoted(device)} cannot be used here: torch has no such device; give cpu, cuda or cuda:1{hint}"
+        return f"{quoted(device)} cannot be used here: torch has no such device{hint}"
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # what torch raises for these
@@ -27,7 +32,7 @@ def device_problem(device: str) -> str | None:
 
 def host_device_problem(host: Host) -> str | None:
     """Why torch cannot use the first device of ``host`` here, and what to do; None where it can, and for a CPU."""
-    if host.platform == "cpu" or (problem := device_problem(host.torch_device)) is None:
+    if host.platform == "cpu" or (problem := _problem(host.torch_device)) is None:
         return None
     variable = "CUDA_VISIBLE_DEVICES" if host.platform == "cuda" else "HIP_VISIBLE_DEVICES"
     return (

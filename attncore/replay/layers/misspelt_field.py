@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from contextlib import suppress
-from difflib import SequenceMatcher
 from typing import Any
 
-from attncore.did_you_mean import close_name
+from attncore.did_you_mean import meant_by
 from attncore.quoted import one_line
-
-LEAST = 0.75
-"""How much alike the letters of two words are, from 0 to 1: ``head`` and ``haed`` are as much."""
 
 
 def misspelt_field(kind: Any, given: Iterable[str]) -> str:
@@ -26,8 +22,7 @@ def misspelt_field(kind: Any, given: Iterable[str]) -> str:
     present = names | {other_names[name] for name in names & other_names.keys()}
     lacking = {name for name in known if other_names.get(name, name) not in present}
     for name in sorted(names - known):
-        close = close_name(name, lacking)
-        if close and _is_misspelt(name, close):
+        if close := meant_by(name, lacking):
             return f"{one_line(name, 60)}: {kind.__name__} has no such field; did you mean {close}?"
     return ""
 
@@ -40,16 +35,3 @@ def fields_of(kind: Any) -> tuple[set[str], dict[str, str]]:
     with suppress(Exception):  # a few classes have no default
         known.update(kind().to_dict())  # some are set beside the parameters
     return known | other_names.keys() | set(other_names.values()), other_names
-
-
-def _is_misspelt(name: str, meant: str) -> bool:
-    """Whether each word of ``name`` begins like that of ``meant`` and is spelt much like it.
-
-    Names of two things often differ by a word: ``qk_nope_head_dim`` and ``qk_rope_head_dim``.
-    """
-    words, others = name.split("_"), meant.split("_")
-    return len(words) == len(others) and all(map(_is_alike, words, others))
-
-
-def _is_alike(word: str, other: str) -> bool:
-    return word[:1] == other[:1] and SequenceMatcher(None, word, other).ratio() >= LEAST

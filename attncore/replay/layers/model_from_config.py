@@ -25,6 +25,7 @@ from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
 from attncore.registry.host.free_memory import available_bytes
+from attncore.registry.request_from_config_json import without_attention
 from attncore.replay.layers.misspelt_field import misspelt_field
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.show import counted
@@ -65,6 +66,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
     does not fit in memory, or a tensor that it makes of ``num_tokens`` tokens.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     fields = checked_fields(path, facts)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,6 +79,10 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                 f"{path}: model_type: {quoted_json(kind)} is none of transformers' own; code of a configuration is "
                 f"not run{did_you_mean(kind, _known_kinds())}"
             )
+        if without := without_attention(facts):
+            raise ModelError(f"{path}: {without}")
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ModelError(f"{path}: model_type: {kind} is no model that says a next token; take a decoder of text")
         for name in sorted(_SIZES & fields.keys()):
             if type(fields[name]) is int and fields[name] < 1:
                 raise ModelError(f"{path}: {name}: {fields[name]} is not a positive integer")

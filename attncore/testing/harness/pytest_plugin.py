@@ -195,6 +195,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for report in config.stash.get(_REPORTS, {}).values():
         terminalreporter.section(f"attncore conformance: {report.title}")
         terminalreporter.write_line(report.text())
+        if skipped := report.why_skipped():
+            terminalreporter.write_line(skipped)
 
 
 def row_of(item: pytest.Item) -> str | None:

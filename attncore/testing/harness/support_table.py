@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from attncore._version import __version__
 from attncore.quoted import json_value
-from attncore.show import markdown_cell
+from attncore.show import counted, markdown_cell
 
 STATES = ("failed", "expected failure", "not run", "supported", "unsupported")
 """Of a row, the worst first: some test failed; some failed as its author expects; some waits for the plainest steps to
@@ -87,6 +87,16 @@ class Report:
         failed = [f"FAILED {one.capability}: {one.test}" for one in self.failures]
         return "\n".join([self.markdown(), *failed])
 
+    def why_skipped(self) -> str:
+        """Why tests were skipped, and where each says it; empty where none was."""
+        count = sum(one.outcome in ("skipped", _NOTHING) for one in self.results)
+        if not count:
+            return ""
+        return (
+            f"{counted(count, 'test')} of {self.title} skipped: what its spec does not declare, or this machine has "
+            "not; `pytest -rs` says why of each"
+        )
+
     def markdown(self) -> str:
         """The table as Markdown."""
         lines = ["| capability | state | passed | reason |", "|---|---|---|---|"]
@@ -100,16 +110,16 @@ class Report:
 
 def _row(capability: str, results: list[Result]) -> dict[str, Any]:
     state = STATES[min(_OUTCOMES[result.outcome] for result in results if result.outcome != _NOTHING)]
-    counted = [result.outcome for result in results]
+    outcomes = [result.outcome for result in results]
     wanted = "skipped" if state == "unsupported" else state
     reasons = [result.reason for result in results if result.outcome == wanted and result.reason]
     return {
         "capability": capability,
         "state": state,
-        "passed": counted.count("passed"),
-        "failed": counted.count("failed"),
-        "expected_failures": counted.count("expected failure"),
-        "skipped": counted.count("skipped") + counted.count(_NOTHING),
+        "passed": outcomes.count("passed"),
+        "failed": outcomes.count("failed"),
+        "expected_failures": outcomes.count("expected failure"),
+        "skipped": outcomes.count("skipped") + outcomes.count(_NOTHING),
         "reason": reasons[0] if reasons else "",
     }
 
