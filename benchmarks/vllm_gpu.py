@@ -214,7 +214,7 @@ class Watch:
 
 
 def run(arguments):
-    """One engine: tokens after ``prompts``, then for each number of requests at once the rate of three rounds."""
+    """One engine: tokens after ``prompts``, then for each number of requests at once the rates of all rounds."""
     kept = stand_in_for_compiled_code() if arguments.without_compiled_code else None
     import torch
     import vllm
@@ -256,7 +256,7 @@ def run(arguments):
     found["again_equal"] = generate(prompts(), 24) == found["tokens"]
     for count in arguments.concurrent:
         rounds = []
-        for turn in range(3):
+        for turn in range(arguments.rounds + 1):  # the first compiles and is left out of what is compared
             watch.clear()
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -297,6 +297,7 @@ def child(arguments, folder, what, **more):
         out.unlink(missing_ok=True)
     words = [sys.executable, "-P", __file__, "--child", what, "--model", f"{folder}/model", "--out", str(out)]
     words += ["--concurrent", ",".join(map(str, arguments.concurrent)), "--shape", arguments.shape]
+    words += ["--rounds", str(arguments.rounds)]
     words += ["--without-compiled-code"] * arguments.without_compiled_code + ["--no-sync-check"] * (
         not arguments.sync_check
     )
@@ -314,7 +315,11 @@ def main():
     parser.add_argument("--backends", default="TRITON_ATTN,FLASHINFER,ATTNCORE_FLASHINFER,ATTNCORE_FLASH")
     parser.add_argument("--concurrent", default="1,64,256")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of each number of requests, beside one that is not counted"
+    )
     parser.add_argument("--eager-only", action="store_true")
+    parser.add_argument("--graphs-only", action="store_true")
     parser.add_argument("--without-compiled-code", action="store_true")
     parser.add_argument("--no-sync-check", dest="sync_check", action="store_false")
     parser.add_argument("--save")
@@ -330,10 +335,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         child(arguments, folder, "model")
         for backend in arguments.backends.split(","):
-            for graphs in (False, True)[: 1 if arguments.eager_only else 2]:
+            for graphs in [
+                one for one, left_out in ((False, arguments.graphs_only), (True, arguments.eager_only)) if not left_out
+            ]:
                 name = f"{backend}, {'FULL_DECODE_ONLY' if graphs else 'eager'}"
                 found = results[name] = child(arguments, folder, "run", backend=backend, graphs=graphs)
-                print(name, found.get("failed") or {count: rounds[-1] for count, rounds in found["rates"].items()})
+                print(
+                    name,
+                    found.get("failed") or {count: rounds[-1] for count, rounds in found["rates"].items()},
+                    flush=True,
+                )
+                save(arguments.save, results)
         tokens = {name: found["tokens"] for name, found in results.items() if "tokens" in found}
         gaps = child(arguments, folder, "judge", given=tokens) if tokens else {}
     first = next(iter(tokens.values()), [])
@@ -341,8 +353,27 @@ def main():
         equal = sum(one == other for one, other in zip(answers, first, strict=True))
         results[name] |= {"equal_to_the_first": equal, "largest_gap": gaps.get(name)}
         print(f"{name}: {equal} of {len(first)} prompts as the first; largest gap to the best logit {gaps.get(name)}")
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(results, indent=1))
+    print_ratios(results)
+    save(arguments.save, results)
+
+
+def save(file, results):
+    """Writes what was found so far: a run that is cut off keeps its first processes."""
+    if file:
+        Path(file).write_text(json.dumps(results, indent=1))
+
+
+def print_ratios(results):
+    """Of each of attncore's backends beside vLLM's own of that library, the ratio of the medians of tokens a second."""
+    for name, found in results.items():
+        own = results.get(name.replace("ATTNCORE_FLASHINFER", "FLASHINFER").replace("ATTNCORE_FLASH,", "FLASH_ATTN,"))
+        if own in (None, found) or "rates" not in found or "rates" not in own:
+            continue
+        for count, rounds in found["rates"].items():
+            ours, theirs = (
+                statistics.median(one["tokens_per_s"] for one in rates[1:]) for rates in (rounds, own["rates"][count])
+            )
+            print(f"{name}, {count} at once: {ours:.0f} tokens/s, {ours / theirs:.3f} of vLLM's own")
 
 
 if __name__ == "__main__":
