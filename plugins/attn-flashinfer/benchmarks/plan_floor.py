@@ -71,7 +71,7 @@ def nodes_of(indptr: Any, table: Any) -> dict[str, Callable[[], None]]:
 
     def plan(warps: int) -> None:
         plan_kernel._write_plans[(len(table),)](
-            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=512, num_warps=warps
+            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=2048, num_warps=warps
         )
 
     found: dict[str, Callable[[], None]] = {"empty": lambda: _empty[(1,)](indptr)}
@@ -90,7 +90,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     args = parser.parse_args(argv)
-    settings = {"tensor cores": Setting(), "CUDA cores": Setting(tensor_cores=False)}
+    settings = {
+        "tensor cores": Setting(),
+        "CUDA cores": Setting(tensor_cores=False),
+        "tensor cores, 1 key/value head": Setting(kv_heads=1, group=8),
+        "CUDA cores, 1 key/value head, pages of 1": Setting(
+            tensor_cores=False, kv_heads=1, group=8, page=1, longest=2048
+        ),
+    }
     report = Report(args.save)
     for name, setting in settings.items():
         for size in map(int, args.sizes.split(",")):

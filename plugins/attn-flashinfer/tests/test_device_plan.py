@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 SIZES = Sizes(4, 1, 4, 2, 16, -1, 11)
 
 
-@pytest.mark.parametrize("script", ["interpreted_plans.py 120", "interpreted_captures.py"])
+@pytest.mark.parametrize("script", ["interpreted_plans.py 120", "interpreted_captures.py", "interpreted_divisions.py"])
 def test_in_tritons_interpreter(script: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(

@@ -277,3 +277,9 @@ def test_adopted_steps() -> None:
         assert road.planned == (0 if plan == "device" else 40)
     for one, other in zip(*outputs.values(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_quotients_by_floats_are_exact() -> None:
+    from interpreted_divisions import differ
+
+    assert differ("cuda", 20_000) == 0

@@ -23,7 +23,9 @@ as one chunk."""
 
 _STORED = 1024  # entries that a program stores at once
 _SMALLEST = 16  # rows that a program has room for, at least: so that few kernels are compiled
-_WARPS = {16: 8, 32: 8, 64: 2}  # by rows, else 4: the fastest by ../../benchmarks/plan_floor.py on an H200
+# By rows, else 4 and 2048: the fastest by ../../benchmarks/plan_floor.py on an H200. Of the mask a loop's turn stores
+# as many blocks at once.
+_WARPS, _MASKED = {16: 8, 32: 8, 64: 2}, {64: 512}
 
 # Kernels may read globals that are constants of the compiler alone.
 _ADDRESS, _REQUEST, _QO_TILE, _KV_TILE = (tl.constexpr(word) for word in (ADDRESS, REQUEST, QO_TILE, KV_TILE))
@@ -31,6 +33,19 @@ _O_INDPTR, _MERGE_INDPTR, _CHUNK, _ROWS = (tl.constexpr(word) for word in (O_IND
 _MASK, _PADDED, _MOST, _LEAST = (tl.constexpr(word) for word in (MASK, PADDED, MOST, LEAST))
 _TILES, _LONGEST, _EMPTY, _QUERY_LEN = (tl.constexpr(word) for word in (TILES, LONGEST, EMPTY, QUERY_LEN))
 _PAGE_SIZE, _WIDTH = tl.constexpr(PAGE_SIZE), tl.constexpr(WIDTH)
+
+
+@triton.jit
+def _divided_up(numbers, divisor):  # type: ignore[no-untyped-def]
+    """``ceil(numbers / divisor)``, of numbers from 0 on, where it is at most 2**21.
+
+    Integers are divided by thirty instructions or more, one division of floats serves a whole vector: a quotient below
+    2**21 is then off by one at most, which the remainder tells.
+    """
+    numbers += divisor - 1
+    quotient = (numbers.to(tl.float32) * (1.0 / divisor.to(tl.float32))).to(tl.int32)
+    rest = numbers - quotient * divisor
+    return quotient + tl.where(rest >= divisor, 1, 0) - tl.where(rest < 0, 1, 0)
 
 
 @triton.jit
@@ -47,9 +62,9 @@ def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped
     while low < high:  # three sizes at once: of each there are at most as many chunks as rows and room, in 21 bits
         quarter, half = (high - low) // 4, (high - low) // 2
         first, second, third = low + quarter, low + half, low + half + quarter
-        chunks = ((counted + first - 1) // first).to(tl.int64)
-        chunks += ((counted + second - 1) // second).to(tl.int64) << 21
-        chunks += ((counted + third - 1) // third).to(tl.int64) << 42
+        chunks = _divided_up(counted, first).to(tl.int64)
+        chunks += _divided_up(counted, second).to(tl.int64) << 21
+        chunks += _divided_up(counted, third).to(tl.int64) << 42
         sums = tl.sum(tl.where(real, chunks, 0), axis=0)
         one, two, three = (sums & 0x1FFFFF) <= room, (sums >> 21 & 0x1FFFFF) <= room, (sums >> 42) <= room
         low = tl.where(one, low, tl.where(two, first + 1, tl.where(three, second + 1, third + 1)))
@@ -76,7 +91,7 @@ def _write_plans(  # type: ignore[no-untyped-def]
     counted = tl.where(tl.load(where + _EMPTY) != 0, read, pages)
     longest = tl.maximum(tl.max(pages, axis=0), 1)
     size = _pages_of_a_chunk(counted, longest, real, where)
-    count = tl.where(real, (read + size - 1) // size, 0)
+    count = tl.where(real, _divided_up(read, size), 0)
     ends = tl.cumsum(count, axis=0)
     starts = ends - count
 
@@ -128,6 +143,6 @@ def write_plans(indptr: Any, table: Any, num_rows: int) -> None:
     """
     rows = max(triton.next_power_of_2(num_rows), _SMALLEST)
     _write_plans[(len(table),)](
-        indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=512,
+        indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=_MASKED.get(rows, 2048),
         num_warps=_WARPS.get(rows, 4),
     )  # fmt: skip
