@@ -15,8 +15,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.arguments import real_number, whole_number_of_63_bits
@@ -160,6 +160,8 @@ class Parser(argparse.ArgumentParser):
     """argparse without the usage text before an error: one line says it, which quotes what was given in short."""
 
     _words: Sequence[str] = ()
+    called_here: Mapping[str, str] = MappingProxyType({})
+    """By ``name_in_place_of``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does; what was given is kept, for ``error``."""
@@ -189,6 +191,8 @@ class Parser(argparse.ArgumentParser):
             known = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
             close = close_name(option.lstrip("-"), known)
             hint = f"; did you mean {known[close]}?" if close else f"; {self.prog} --help lists the options"
+            if (here := self.called_here.get(option)) is not None:
+                hint = f"; {self.prog} has {here} for that"
             raise UsageError(unknown + shown + hint)
         for word in self._words:
             for part in (word, word.partition("=")[2]):
@@ -294,3 +298,9 @@ def settle() -> OSError | None:
         else:
             found = None
     return found
+
+
+def name_in_place_of(parser: argparse.ArgumentParser, **options: str) -> None:
+    """What the command has in place of other commands' ``options``, for the error that one of them is unknown here."""
+    if isinstance(parser, Parser):
+        parser.called_here = {f"--{name}": here for name, here in options.items()}

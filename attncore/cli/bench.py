@@ -30,7 +30,7 @@ from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
-from attncore.command import UsageError, check_current_folder, fail
+from attncore.command import UsageError, check_current_folder, fail, name_in_place_of
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -72,6 +72,7 @@ _LEGEND = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    name_in_place_of(parser, backend="the argument NAME")
     parser.add_argument("name", type=backend_name, metavar="NAME", help="the backend, as `attncore list` prints it")
     parser.add_argument("--device", help="a torch device (default: the negotiation's)")
     add_option_argument(parser, "NAME")

@@ -14,7 +14,7 @@ from typing import Any
 
 from attncore.cli.argument_types import add_choice, backend_name, backend_names
 from attncore.cli.installed_backends import not_installed
-from attncore.command import UsageError
+from attncore.command import UsageError, name_in_place_of
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.json_output import print_json
 from attncore.quoted import quoted
@@ -71,6 +71,7 @@ _NO_BFLOAT16 = ("sm_70", "sm_72", "sm_75")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    name_in_place_of(parser, device="--assume DEVICE", model="--config FILE")
     model = parser.add_argument_group("the request")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the folder that holds one")
     model.add_argument(

@@ -17,7 +17,7 @@ from attncore.cli.persistent_builder_options import (
     parse_drafts,
     parse_groups,
 )
-from attncore.command import UsageError
+from attncore.command import UsageError, name_in_place_of
 from attncore.quoted import quoted
 from attncore.registry.plugins.option_argument import add_option_argument
 from attncore.replay.scheduling.cost_model import CostModel
@@ -34,6 +34,7 @@ NUM_KV_HEADS = 2
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All options of the command."""
+    name_in_place_of(parser, config="--model DIR")
     _add_trace_options(parser)
     _add_engine_options(parser)
     _add_attention_options(parser)

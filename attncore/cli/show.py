@@ -16,7 +16,7 @@ from typing import Any
 from attncore.cli.argument_types import backend_name
 from attncore.cli.installed_backends import not_installed
 from attncore.cli.output import print_table
-from attncore.command import UsageError
+from attncore.command import UsageError, name_in_place_of
 from attncore.json_output import print_json
 from attncore.quoted import listed
 from attncore.registry import package_requirements
@@ -34,6 +34,7 @@ from attncore.terminal import print_lines
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    name_in_place_of(parser, backend="the argument NAME")
     parser.add_argument(
         "name", type=backend_name, metavar="NAME", nargs="?", help="the backend, as `attncore list` prints it"
     )

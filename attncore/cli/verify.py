@@ -15,7 +15,7 @@ from attncore.cli.argument_types import add_choice, backend_name
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import said_meanwhile
-from attncore.command import check_current_folder
+from attncore.command import check_current_folder, name_in_place_of
 from attncore.errors import NoBackendError
 from attncore.json_output import print_json
 from attncore.quoted import one_line, quoted
@@ -45,6 +45,7 @@ _COUNTS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    name_in_place_of(parser, backend="the argument NAME")
     parser.add_argument(
         "backend",
         type=backend_name,

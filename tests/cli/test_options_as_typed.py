@@ -130,6 +130,12 @@ def test_what_is_no_argument_stays_as_it_is():
         (["replay", "--head-sze", "3"], "; did you mean --head-size?"),
         (["explain", "--dtpye", "x"], "; did you mean --dtype?"),
         (["bench", "--jsn"], "; did you mean --json?"),  # which lacks NAME, too
+        (["explain", "--device", "sm_90"], "; attncore explain has --assume DEVICE for that"),
+        (["explain", "--model=m"], "; attncore explain has --config FILE for that"),
+        (["replay", "--config", "m"], "; attncore replay has --model DIR for that"),
+        (["verify", "--backend", "reference"], "; attncore verify has the argument NAME for that"),
+        (["bench", "--backend", "reference"], "; attncore bench has the argument NAME for that"),
+        (["show", "--backend=reference"], "; attncore show has the argument NAME for that"),
     ],
 )
 def test_a_misspelt_option_is_guessed_only_where_one_is_close(words, hint, capsys):

@@ -71,8 +71,9 @@ def nodes_of(indptr: Any, table: Any) -> dict[str, Callable[[], None]]:
 
     def plan(warps: int) -> None:
         plan_kernel._write_plans[(len(table),)](
-            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=2048, num_warps=warps
-        )
+            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=2048,
+            tried=plan_kernel._TRIED.get(rows, 4), num_warps=warps,
+        )  # fmt: skip
 
     found: dict[str, Callable[[], None]] = {"empty": lambda: _empty[(1,)](indptr)}
     found["plan"] = lambda: plan_kernel.write_plans(indptr, table, num_rows)

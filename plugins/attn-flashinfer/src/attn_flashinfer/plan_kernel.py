@@ -23,9 +23,9 @@ as one chunk."""
 
 _STORED = 1024  # entries that a program stores at once
 _SMALLEST = 16  # rows that a program has room for, at least: so that few kernels are compiled
-# By rows, else 4 and 2048: the fastest by ../../benchmarks/plan_floor.py on an H200. Of the mask a loop's turn stores
-# as many blocks at once.
-_WARPS, _MASKED = {16: 8, 32: 8, 64: 2}, {64: 512}
+# By rows: the fastest by ../../benchmarks/plan_floor.py. Others have 4 warps, try 4 sizes at once, and store 2048
+# blocks of the mask in a turn.
+_WARPS, _TRIED, _MASKED = {16: 8, 32: 8, 64: 2}, {16: 16, 32: 16, 64: 16, 128: 16, 256: 16}, {64: 512}
 
 # Kernels may read globals that are constants of the compiler alone.
 _ADDRESS, _REQUEST, _QO_TILE, _KV_TILE = (tl.constexpr(word) for word in (ADDRESS, REQUEST, QO_TILE, KV_TILE))
@@ -49,7 +49,7 @@ def _divided_up(numbers, divisor):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped-def]
+def _pages_of_a_chunk(counted, longest, real, where, tried: tl.constexpr):  # type: ignore[no-untyped-def]
     room = tl.load(where + _MOST).to(tl.int32) // tl.load(where + _TILES).to(tl.int32)  # chunks of keys, over all rows
     least = tl.load(where + _LEAST).to(tl.int32)
     # Rows and their pages in one sum. Every row that counts has a chunk; there are no fewer chunks than all pages over
@@ -59,16 +59,13 @@ def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped
     above, below = before // tl.maximum(room, 1) + 1, before // tl.maximum(room - rows, 1) + 1
     low = tl.maximum(tl.where(rows > room, longest, tl.minimum(above, longest)), least)
     high = tl.where(rows < room, tl.minimum(below, longest), longest)
-    while low < high:  # three sizes at once: of each there are at most as many chunks as rows and room, in 21 bits
-        quarter, half = (high - low) // 4, (high - low) // 2
-        first, second, third = low + quarter, low + half, low + half + quarter
-        chunks = _divided_up(counted, first).to(tl.int64)
-        chunks += _divided_up(counted, second).to(tl.int64) << 21
-        chunks += _divided_up(counted, third).to(tl.int64) << 42
-        sums = tl.sum(tl.where(real, chunks, 0), axis=0)
-        one, two, three = (sums & 0x1FFFFF) <= room, (sums >> 21 & 0x1FFFFF) <= room, (sums >> 42) <= room
-        low = tl.where(one, low, tl.where(two, first + 1, tl.where(three, second + 1, third + 1)))
-        high = tl.where(one, first, tl.where(two, second, tl.where(three, third, high)))
+    while low < high:  # a column for each of some sizes between the two; the first that fits is in the next bounds
+        apart = (high - low) // (tried + 1) + 1
+        sizes = tl.minimum(low + apart * (tl.arange(0, tried) + 1) - 1, high)
+        chunks = tl.where(real[:, None], _divided_up(counted[:, None], sizes[None, :]), 0)
+        too_small = tl.sum((tl.sum(chunks, axis=0) > room).to(tl.int32), axis=0)
+        low = tl.minimum(low + apart * too_small, high)
+        high = tl.minimum(low + apart - 1, high)
     return low
 
 
@@ -77,7 +74,7 @@ def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped
     do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["indptr", "table"]
 )
 def _write_plans(  # type: ignore[no-untyped-def]
-    indptr, table, num_rows, rows: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
+    indptr, table, num_rows, rows: tl.constexpr, columns: tl.constexpr, block: tl.constexpr, tried: tl.constexpr
 ):  # fmt: skip
     where = table + tl.program_id(0) * _WIDTH
     address = tl.load(where + _ADDRESS)
@@ -90,7 +87,7 @@ def _write_plans(  # type: ignore[no-untyped-def]
     read = tl.maximum(pages, 1)
     counted = tl.where(tl.load(where + _EMPTY) != 0, read, pages)
     longest = tl.maximum(tl.max(pages, axis=0), 1)
-    size = _pages_of_a_chunk(counted, longest, real, where)
+    size = _pages_of_a_chunk(counted, longest, real, where, tried)
     count = tl.where(real, _divided_up(read, size), 0)
     ends = tl.cumsum(count, axis=0)
     starts = ends - count
@@ -144,5 +141,5 @@ def write_plans(indptr: Any, table: Any, num_rows: int) -> None:
     rows = max(triton.next_power_of_2(num_rows), _SMALLEST)
     _write_plans[(len(table),)](
         indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=_MASKED.get(rows, 2048),
-        num_warps=_WARPS.get(rows, 4),
+        tried=_TRIED.get(rows, 4), num_warps=_WARPS.get(rows, 4),
     )  # fmt: skip
