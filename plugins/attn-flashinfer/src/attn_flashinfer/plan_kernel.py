@@ -48,7 +48,7 @@ def _divided_up(numbers, divisor):  # type: ignore[no-untyped-def]
     return quotient + tl.where(rest >= divisor, 1, 0) - tl.where(rest < 0, 1, 0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _pages_of_a_chunk(counted, longest, real, where, tried: tl.constexpr):  # type: ignore[no-untyped-def]
     room = tl.load(where + _MOST).to(tl.int32) // tl.load(where + _TILES).to(tl.int32)  # chunks of keys, over all rows
     least = tl.load(where + _LEAST).to(tl.int32)
