@@ -31,6 +31,8 @@ _READ = (
     *((name,) for name in ("attn_config", "text_config", "model_type", "is_encoder_decoder", "multi_query")),
 )
 """The entries whose spelling is checked: names of the same thing together."""
+_MOST_ENTRIES = 1000
+"""Entries of a configuration whose spelling is checked; published ones have some hundreds at most."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
@@ -97,8 +99,11 @@ def without_attention(config: Mapping[str, Any]) -> str:
 def _check_spelling(config: Mapping[str, Any]) -> None:
     """ValueError where an entry is spelt like one that is read and that stands there under no name.
 
-    Other unknown entries are left alone: configurations have many that say nothing of attention.
+    Other unknown entries are left alone: configurations have many that say nothing of attention. Of one that has more
+    entries than any published one none is compared: that would take minutes.
     """
+    if len(config) > _MOST_ENTRIES:
+        return
     lacking = [name for names in _READ if not any(name in config for name in names) for name in names]
     read = {name for names in _READ for name in names}
     for name, value in config.items():

@@ -71,7 +71,7 @@ def nodes_of(indptr: Any, table: Any) -> dict[str, Callable[[], None]]:
 
     def plan(warps: int) -> None:
         plan_kernel._write_plans[(len(table),)](
-            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=2048,
+            indptr, table, num_rows, rows=rows, columns=max(1024 // rows, 1), block=512,
             tried=plan_kernel._TRIED.get(rows, 4), num_warps=warps,
         )  # fmt: skip
 

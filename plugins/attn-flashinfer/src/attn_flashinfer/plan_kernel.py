@@ -23,9 +23,8 @@ as one chunk."""
 
 _STORED = 1024  # entries that a program stores at once
 _SMALLEST = 16  # rows that a program has room for, at least: so that few kernels are compiled
-# By rows: the fastest by ../../benchmarks/plan_floor.py. Others have 4 warps, try 4 sizes at once, and store 2048
-# blocks of the mask in a turn.
-_WARPS, _TRIED, _MASKED = {16: 8, 32: 8, 64: 2}, {16: 16, 32: 16, 64: 16, 128: 16, 256: 16}, {64: 512}
+# By rows: the fastest by ../../benchmarks/plan_floor.py. Others have 4 warps, and try 4 sizes of chunks at once.
+_WARPS, _TRIED = {16: 8, 32: 8, 64: 2}, {16: 16, 32: 16, 64: 16, 128: 16, 256: 16}
 
 # Kernels may read globals that are constants of the compiler alone.
 _ADDRESS, _REQUEST, _QO_TILE, _KV_TILE = (tl.constexpr(word) for word in (ADDRESS, REQUEST, QO_TILE, KV_TILE))
@@ -140,6 +139,6 @@ def write_plans(indptr: Any, table: Any, num_rows: int) -> None:
     """
     rows = max(triton.next_power_of_2(num_rows), _SMALLEST)
     _write_plans[(len(table),)](
-        indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=_MASKED.get(rows, 2048),
+        indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=512,
         tried=_TRIED.get(rows, 4), num_warps=_WARPS.get(rows, 4),
     )  # fmt: skip
