@@ -4,14 +4,17 @@
     python -P benchmarks/vllm_gpu.py --backends TRITON_ATTN,FLASHINFER,ATTNCORE_FLASHINFER --concurrent 1,64,256
 
 It needs vLLM and transformers beside attncore and its plugins, and a GPU. Each run is a process of its own: a backend,
-eager or with the graphs of FULL_DECODE_ONLY. ``--without-compiled-code`` runs vLLM's .py files alone: a few of its
-operators are then torch's, on both sides of each comparison. Tokens are compared with those of the first run, and
-judged by transformers: the largest gap between a token's logit and the best one. attncore's ``build`` runs under
-torch's sync debug mode, in which what waits for the device is an error; ``--no-sync-check`` leaves that out.
+eager or with the graphs of FULL_DECODE_ONLY. Backends that are joined by + (FLASH_ATTN+ATTNCORE_FLASH) are engines of
+one process, which take turns: two processes of a busy host differ by a fifth by themselves.
+``--without-compiled-code`` runs vLLM's .py files alone: a few of its operators are then torch's, on both sides of each
+comparison. Tokens are compared with those of the first run, and judged by transformers: the largest gap between a
+token's logit and the best one.
 
-Beside each ``build`` of attncore's runs the floor of a bridge (benchmarks/bridge_floor.py) over the same arguments, by
-turns before it and behind it: who is second finds part of what it reads in the caches. ``build_us_first`` and
-``floor_us_first`` are the medians of those that were first.
+The first round of each number of requests, which compiles, and the last one are left out of what is compared. In the
+last one attncore's ``build`` runs under torch's sync debug mode, in which what waits for the device is an error
+(``--no-sync-check`` leaves that out), and the floor of a bridge (benchmarks/bridge_floor.py) runs over the same
+arguments, by turns before it and behind it: who is second finds part of what it reads in the caches.
+``build_us_first`` and ``floor_us_first`` are the medians of those that were first.
 """
 
 import argparse
@@ -151,16 +154,19 @@ class Watch:
         module, name = OWN_BUILDERS.get(backend, ("", ""))
         path = f"vllm.v1.attention.backends.{module}" if module else "attncore.integrations.vllm.metadata_builder"
         kind = getattr(importlib.import_module(path), name or "AttncoreMetadataBuilder")
-        self.calls, self.floors, self._floors, self._turn = [], [], {}, 0
+        self.calls, self.floors, self._floors, self._turn, self._watches = [], [], {}, 0, True
         build, ours, watch = kind.build, not module, self
 
         def watched(builder, common_prefix_len, common_attn_metadata, *more, **options):  # vLLM also names them
             given = (common_prefix_len, common_attn_metadata, *more)
-            return watch.both(builder, build, check_sync, ours, given, options)
+            beside = ours and watch._watches
+            return watch.both(builder, build, check_sync, beside, given, options)
 
         kind.build = watched
 
-    def clear(self):
+    def clear(self, *, watches):
+        """Forgets the calls; ``watches``: from now on the floor and the check for synchronisation are beside them."""
+        self._watches = watches
         self.calls.clear()
         self.floors.clear()
 
@@ -213,29 +219,23 @@ class Watch:
         return found
 
 
-def run(arguments):
-    """One engine: tokens after ``prompts``, then for each number of requests at once the rates of all rounds."""
-    kept = stand_in_for_compiled_code() if arguments.without_compiled_code else None
-    import torch
-    import vllm
-    from vllm import LLM, SamplingParams
-    from vllm.plugins import load_general_plugins
+def engine_of(arguments, backend, graphs):
+    """vLLM's engine over the model with this backend."""
+    from vllm import LLM
 
-    load_general_plugins()
-    watch = Watch(arguments.backend, arguments.sync_check)
     most = max(arguments.concurrent)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= most]
     modes = (
         {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-        if arguments.graphs
+        if graphs
         else {"cudagraph_mode": "NONE"}
     )
     norms = ["native"]
-    llm = LLM(
-        arguments.model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=not arguments.graphs, seed=0,
+    return LLM(
+        arguments.model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=not graphs, seed=0,
         max_model_len=1024, max_num_seqs=most, max_num_batched_tokens=max(256, 2 * most), enable_prefix_caching=True,
-        disable_log_stats=True, block_size=block_size_of(arguments.backend), gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=4 << 30, attention_backend=arguments.backend,
+        disable_log_stats=True, block_size=block_size_of(backend), gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=4 << 30, attention_backend=backend,
         compilation_config={"mode": 0, "custom_ops": ["none"], **modes},
         kernel_config={
             "ir_op_priority": {"rms_norm": norms, "fused_add_rms_norm": norms}, "enable_flashinfer_autotune": False,
@@ -243,28 +243,55 @@ def run(arguments):
         },
     )  # fmt: skip
 
-    def generate(given, count):
-        greedy = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
-        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in given], greedy, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    found = {
-        "vllm": vllm.__version__, "device": torch.cuda.get_device_name(), "rates": {},
-        "tokens": generate(prompts(), 24),
-        "runner_v2": bool(getattr(llm.llm_engine.vllm_config, "use_v2_model_runner", False)),
-    }  # fmt: skip
-    found["again_equal"] = generate(prompts(), 24) == found["tokens"]
+def generate(llm, given, count):
+    """``count`` tokens behind each prompt, the likeliest ones."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in given], greedy, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def timed_round(llm, watch, count, turn, *, watches):
+    """One round of ``count`` requests at once: tokens a second, and what ``build`` took."""
+    import torch
+
+    watch.clear(watches=watches)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    generate(llm, timed_prompts(count, turn), 64)
+    seconds = time.perf_counter() - start
+    return {"tokens_per_s": round(count * 64 / seconds), **watch.found(), "steps": len(watch.calls)}
+
+
+def run(arguments):
+    """One engine for each of the backends: tokens after ``prompts``, then for each number of requests at once the
+    rates of all rounds, in which the engines take turns.
+    """
+    kept = stand_in_for_compiled_code() if arguments.without_compiled_code else None
+    import torch
+    import vllm
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    backends = arguments.backend.split("+")
+    watches = {name: Watch(name, arguments.sync_check) for name in backends}
+    engines = {name: engine_of(arguments, name, arguments.graphs) for name in backends}
+    found = {}
+    for name, llm in engines.items():
+        tokens = generate(llm, prompts(), 24)
+        found[name] = {
+            "vllm": vllm.__version__, "device": torch.cuda.get_device_name(), "beside": backends, "rates": {},
+            "tokens": tokens, "again_equal": generate(llm, prompts(), 24) == tokens,
+            "runner_v2": bool(getattr(llm.llm_engine.vllm_config, "use_v2_model_runner", False)),
+        }  # fmt: skip
     for count in arguments.concurrent:
-        rounds = []
-        for turn in range(arguments.rounds + 1):  # the first compiles and is left out of what is compared
-            watch.clear()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            generate(timed_prompts(count, turn), 64)
-            seconds = time.perf_counter() - start
-            rate = round(count * 64 / seconds)
-            rounds.append({"tokens_per_s": rate, **watch.found(), "steps": len(watch.calls)})
-        found["rates"][count] = rounds
+        for turn in range(arguments.rounds + 2):
+            for name in backends[:: 1 if turn % 2 else -1]:
+                rounds = found[name]["rates"].setdefault(count, [])
+                watched = turn > arguments.rounds
+                rounds.append(timed_round(engines[name], watches[name], count, turn, watches=watched))
     Path(arguments.out).write_text(json.dumps(found))
     del kept
     os._exit(0)  # vLLM's threads may outlive it
@@ -316,7 +343,7 @@ def main():
     parser.add_argument("--concurrent", default="1,64,256")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of each number of requests, beside one that is not counted"
+        "--rounds", type=int, default=3, help="of each number of requests, beside two that are not counted"
     )
     parser.add_argument("--eager-only", action="store_true")
     parser.add_argument("--graphs-only", action="store_true")
@@ -334,17 +361,17 @@ def main():
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         child(arguments, folder, "model")
-        for backend in arguments.backends.split(","):
-            for graphs in [
-                one for one, left_out in ((False, arguments.graphs_only), (True, arguments.eager_only)) if not left_out
-            ]:
-                name = f"{backend}, {'FULL_DECODE_ONLY' if graphs else 'eager'}"
-                found = results[name] = child(arguments, folder, "run", backend=backend, graphs=graphs)
-                print(
-                    name,
-                    found.get("failed") or {count: rounds[-1] for count, rounds in found["rates"].items()},
-                    flush=True,
-                )
+        modes = [*[False] * (not arguments.graphs_only), *[True] * (not arguments.eager_only)]
+        for backends in arguments.backends.split(","):
+            for graphs in modes:
+                mode = "FULL_DECODE_ONLY" if graphs else "eager"
+                found = child(arguments, folder, "run", backend=backends, graphs=graphs)
+                if "failed" in found:
+                    found = {backends: found}
+                for backend, one in found.items():
+                    results[f"{backend}, {mode}"] = one
+                    rates = {count: rounds[-1] for count, rounds in one.get("rates", {}).items()}
+                    print(f"{backend}, {mode}", one.get("failed") or rates, flush=True)
                 save(arguments.save, results)
         tokens = {name: found["tokens"] for name, found in results.items() if "tokens" in found}
         gaps = child(arguments, folder, "judge", given=tokens) if tokens else {}
@@ -364,16 +391,23 @@ def save(file, results):
 
 
 def print_ratios(results):
-    """Of each of attncore's backends beside vLLM's own of that library, the ratio of the medians of tokens a second."""
+    """Of each of attncore's backends beside vLLM's own of that library, tokens a second and the median of the rounds'
+    ratios: where both are in one process a round is beside the other's of the same turn.
+    """
     for name, found in results.items():
         own = results.get(name.replace("ATTNCORE_FLASHINFER", "FLASHINFER").replace("ATTNCORE_FLASH,", "FLASH_ATTN,"))
         if own in (None, found) or "rates" not in found or "rates" not in own:
             continue
         for count, rounds in found["rates"].items():
-            ours, theirs = (
-                statistics.median(one["tokens_per_s"] for one in rates[1:]) for rates in (rounds, own["rates"][count])
+            pairs = [
+                (ours["tokens_per_s"], theirs["tokens_per_s"])
+                for ours, theirs in zip(rounds, own["rates"][count], strict=True)
+            ][1:-1]
+            rate, ratio = (
+                statistics.median(one)
+                for one in ([ours for ours, _ in pairs], [ours / theirs for ours, theirs in pairs])
             )
-            print(f"{name}, {count} at once: {ours:.0f} tokens/s, {ours / theirs:.3f} of vLLM's own")
+            print(f"{name}, {count} at once: {rate:.0f} tokens/s, {ratio:.3f} of vLLM's own")
 
 
 if __name__ == "__main__":
