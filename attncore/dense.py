@@ -156,8 +156,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
     if query.shape[0] * key.shape[0] > _MOST_SCORES:
         raise ValueError(
             f"query: {counted(query.shape[0], 'token')} over {counted(key.shape[0], 'key')}; dense attention makes at "
-            f"most {_MOST_SCORES} "
-            "scores a head; give fewer tokens at a time"
+            f"most {_MOST_SCORES} scores a head; give fewer tokens at a time"
         )
 
 

@@ -123,8 +123,7 @@ def _rows(values: Mapping[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     if int(starts[-1]) + pad != num_tokens:
         raise ValueError(
             f"query_start_loc: it ends with {starts[-1]}, with {counted(pad, 'padded row')} behind, but "
-            "num_prefill_tokens "
-            f"and num_decode_tokens are {num_tokens} together"
+            f"num_prefill_tokens and num_decode_tokens are {num_tokens} together"
         )
     _check_prefill_tokens(counts, starts)
     contexts = _contexts(values, counts, lens, queries)
@@ -188,8 +187,7 @@ def _contexts(values: Mapping[str, Any], counts: dict[str, int], lens: Int32Arra
         row = int(wrong[0])
         raise ValueError(
             f"{name}: row {row} ends after {counted(ends[row], 'token')}, {queries[row]} of them of this step, but "
-            "its length in "
-            f"seq_lens is {lens[row]}"
+            f"its length in seq_lens is {lens[row]}"
         )
     return found
 
@@ -243,8 +241,7 @@ def _pages(values: Mapping[str, Any], num_reqs: int) -> dict[str, Any]:
     if len(indptr) != num_reqs + 1 or indptr[0] or (indptr[1:] < indptr[:-1]).any():
         raise ValueError(
             f"{_PAGES[0]}: {quoted(indptr.tolist())} found; {counted(num_reqs, 'row')} must have {num_reqs + 1} "
-            "starts, which begin "
-            "with 0 and never descend"
+            "starts, which begin with 0 and never descend"
         )
     array_arguments.same_length(_PAGES[2], last, num_reqs)
     if indptr[-1] > len(indices):

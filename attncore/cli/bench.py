@@ -239,10 +239,8 @@ def _heading(found: Run) -> str:
     config, passes = found.config, len(found.rows[0].median)
     return (
         f"{found.backend} ({found.versions['distribution']}) on {config['device']}: "
-        f"{counted(config['num_heads'], 'query head')}, "
-        f"{counted(config['num_kv_heads'], 'key/value head')}, head size {config['head_size']}, {config['dtype']}, "
-        "blocks of "
-        f"{config['block_size']}; {passes} passes, one thread"
+        f"{counted(config['num_heads'], 'query head')}, {counted(config['num_kv_heads'], 'key/value head')}, head "
+        f"size {config['head_size']}, {config['dtype']}, blocks of {config['block_size']}; {passes} passes, one thread"
     )
 
 

@@ -101,8 +101,7 @@ def check_query(query: Any, num_tokens: int) -> None:
     if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
         raise ValueError(
             f"query: {_shape_or_type(query)} found; the metadata has {counted(num_tokens, 'token')}; give a tensor "
-            "(tokens, query "
-            "heads, head size)"
+            "(tokens, query heads, head size)"
         )
 
 
@@ -193,8 +192,7 @@ def check_last_slot(config: BackendConfig, caches: tuple[Tensor, Tensor], name: 
     if block >= num_blocks:
         raise ValueError(
             f"kv_cache: {counted(num_blocks, 'block')} found; {name} has a slot in block {block}: tell the batch "
-            "num_blocks, "
-            "or give the cache more"
+            "num_blocks, or give the cache more"
         )
 
 

@@ -105,8 +105,7 @@ def check_blocks(
     if len(wrong):
         raise ValueError(
             f"metadata: the block table names block {wrong[0]}, but the cache holds {counted(num_blocks, 'block')}; "
-            "give the "
-            "cache and the block pool the same num_blocks"
+            "give the cache and the block pool the same num_blocks"
         )
 
 

@@ -67,8 +67,7 @@ class CrossRows(NamedTuple):
             raise ValueError(
                 f"metadata: row {row} has encoder_seq_lens {lengths[row]}, encoder_query_lens {fresh[row]}, and "
                 f"{counted(np.diff(fresh_starts)[row], 'token')} in encoder_query_start_loc; an encoder's tokens come "
-                "all in one "
-                "step, or none do"
+                "all in one step, or none do"
             )
         cached = (lengths > 0) & (fresh == 0)
         return cls(rows, bounds[rows], bounds[rows + 1], lengths[rows], fresh_starts[rows], cached[rows])

@@ -225,8 +225,7 @@ def _check_cache_shape(backend: AttentionBackend, num_blocks: int) -> None:
     if not len(of_one) == len(of_two) == len(shape) or grown != [num_blocks]:
         raise _WrongResultError(
             f"does not fit in memory: kv_cache_shape is {quoted(shape)} for {counted(num_blocks, 'block')}; the "
-            "contract says "
-            "that exactly one axis grows with num_blocks"
+            "contract says that exactly one axis grows with num_blocks"
         )
 
 

@@ -60,8 +60,7 @@ class CapturedRows:
         if not query_len or query_len * num_rows != num_slots:
             raise ValueError(
                 f"capturing: {counted(num_slots, 'slot')} found for {counted(num_rows, 'row')}; a graph is captured "
-                "over rows of one length, "
-                "so give each row as many"
+                "over rows of one length, so give each row as many"
             )
         self._check(num_rows, query_len)
         return Captured(query_len, None)
@@ -87,8 +86,7 @@ class CapturedRows:
             name, rows = next(name for name, before, now in pairs if before != now), place.num_reqs
             raise CaptureError(
                 f"{name}: it lies elsewhere than at the capture of {counted(rows, 'row')}, and the graph reads it "
-                "there; write to "
-                f"that tensor, or call release({rows}) when the graph is gone"
+                f"there; write to that tensor, or call release({rows}) when the graph is gone"
             )
         elif captured.row_stride != place.table_stride[0]:
             raise CaptureError(

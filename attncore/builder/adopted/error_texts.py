@@ -71,7 +71,7 @@ def refused_step(
         case codes.QUERY_NOT_CAPTURED:
             return ValueError(
                 f"capturing: not {counted(rows, 'row')} of {counted(query_len, 'token')} each (padded rows behind "
-                "them have none), with "
-                f"{counted(rows * query_len, 'slot')}; a graph is captured over decodes of one length"
+                f"them have none), with {counted(rows * query_len, 'slot')}; a graph is captured over decodes of one "
+                "length"
             )
     return ValueError("host_seq_lens: their sum over this step does not fit int32; schedule fewer requests")

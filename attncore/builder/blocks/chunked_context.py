@@ -92,10 +92,9 @@ def _chunk_lens(contexts: Int32Array, workspace_tokens: int, block_size: int) ->
         num_chunks += count
         if num_chunks > _MOST_CHUNKS or num_chunks * len(contexts) > _MOST_LENS:
             raise ValueError(
-                f"workspace_tokens: {workspace_tokens} divide the contexts of {counted(len(contexts), 'prefill')} into "
-                f"{counted(num_chunks, 'chunk')} or more, beyond {_MOST_CHUNKS} chunks or {_MOST_LENS} lengths in "
-                "all; give a "
-                "larger workspace, or run fewer prefills"
+                f"workspace_tokens: {workspace_tokens} divide the contexts of {counted(len(contexts), 'prefill')} "
+                f"into {counted(num_chunks, 'chunk')} or more, beyond {_MOST_CHUNKS} chunks or {_MOST_LENS} lengths "
+                "in all; give a larger workspace, or run fewer prefills"
             )
         runs.append(np.broadcast_to(taken, (count, len(taken))))
         left = left - np.int32(count) * taken

@@ -196,6 +196,6 @@ def _check_order(lens: Int32Array, num_decodes: int, threshold: int) -> None:
         row = num_decodes + int(wrong.argmax())
         raise ValueError(
             f"query_lens: row {row}, a decode of {counted(lens[row], 'token')}, stands behind row {num_decodes}, a "
-            "prefill of "
-            f"{lens[num_decodes]} (decode_threshold {threshold}); put the batch in order first (plan_reorder)"
+            f"prefill of {lens[num_decodes]} (decode_threshold {threshold}); put the batch in order first "
+            "(plan_reorder)"
         )

@@ -152,8 +152,7 @@ class GraphTransport(CopyTransport):
         if not self._sender.pending_shape.recorded:
             raise CaptureError(
                 f"replay: the graph of {counted(self._sender.pending_shape.num_reqs, 'request')} does not fetch its "
-                "metadata; "
-                "call metadata.record() first inside its capture"
+                "metadata; call metadata.record() first inside its capture"
             )
         launched = False
         if self._sender.published == step:  # a replay of this step was interrupted
@@ -179,8 +178,7 @@ class GraphTransport(CopyTransport):
         if not shape.recorded:
             raise CaptureError(
                 f"replay: the graph of {counted(shape.num_reqs, 'request')} does not fetch its metadata; call "
-                "metadata.record() "
-                "first inside its capture"
+                "metadata.record() first inside its capture"
             )
         launched, target = False, self._sender.launched_before + done + count - 1
         if self._interrupted(step, done, target):

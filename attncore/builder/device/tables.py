@@ -142,7 +142,6 @@ def _checked_pages(indptr: npt.NDArray[np.int32], width: int, most: int) -> int:
     if indptr[0] or counts.min() < 0 or counts.max() > width or indptr[-1] > most:
         raise ValueError(
             f"metadata: paged_kv_indptr was written to, and counts no pages of a table of {counted(width, 'column')} "
-            "any more; "
-            "metadata is read-only"
+            "any more; metadata is read-only"
         )
     return int(indptr[-1])

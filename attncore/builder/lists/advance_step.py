@@ -168,15 +168,13 @@ def _check_metadata(metadata: CommonAttentionMetadata, turns: bool) -> ListSetti
     if metadata.num_prefills and not turns:
         raise ValueError(
             f"metadata: {counted(metadata.num_prefills, 'prompt')} in the step; only decodes advance without a build, "
-            "so pass "
-            "turn_prefills_into_decodes=True where each prompt sampled a token"
+            "so pass turn_prefills_into_decodes=True where each prompt sampled a token"
         )
     if metadata.num_decodes and metadata.max_decode_query_len > 1:
         row = metadata.num_prefills + int(metadata.host.query_lens[metadata.num_prefills :].argmax())
         raise ValueError(
             f"metadata: row {row} ran {counted(metadata.max_decode_query_len, 'token')}; decodes of one token "
-            "advance, so "
-            "build the step anew"
+            "advance, so build the step anew"
         )
     settings: ListSettings = metadata.source.builder
     return settings

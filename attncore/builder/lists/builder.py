@@ -165,8 +165,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         if self.max_numbers is not None and num_tokens + num_reqs * (width + 2) > self.max_numbers:
             raise ValueError(
                 f"groups: an answer of {counted(num_tokens, 'token')} and a table of {num_reqs} x {width} is more "
-                "than the "
-                f"{counted(self.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
+                f"than the {counted(self.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
                 "--max-answer bytes hold)"
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1

@@ -104,14 +104,12 @@ class CapturedSteps:
         if num_tokens != num_reqs:
             raise ValueError(
                 f"metadata: {counted(num_tokens, 'token')} in {counted(num_reqs, 'row')}; graphs hold decodes of one "
-                "token, so run the step "
-                "without one"
+                "token, so run the step without one"
             )
         if num_pages > self.buffers.max_pages:
             raise ValueError(
                 f"metadata: {counted(num_pages, 'page')}, but the graphs have room for {self.buffers.max_pages}; run "
-                "the step "
-                "without a graph, or capture longer sequences (max_seq_len_to_capture)"
+                "the step without a graph, or capture longer sequences (max_seq_len_to_capture)"
             )
 
     def check_fits(self, metadata: CommonAttentionMetadata, settings: ListSettings) -> None:

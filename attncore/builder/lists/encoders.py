@@ -70,8 +70,7 @@ def encoder_fields(
     if settings.max_numbers is not None and numbers > settings.max_numbers:
         raise ValueError(
             f"groups: {counted(num_tokens, 'encoder token')} and cross tables {max(width, widest_prompt)} wide are "
-            "more than the "
-            f"{counted(settings.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
+            f"more than the {counted(settings.max_numbers, 'number')} allowed here (of `attncore build`, as many as "
             "--max-answer bytes hold)"
         )
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)

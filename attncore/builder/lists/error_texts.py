@@ -58,8 +58,7 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
             break
     return ValueError(
         f"{path}.block_table: {blocks} blocks exceed the {counted(width, 'column')} of max_seq_len_to_capture "
-        f"{capture} "
-        f"(layout {layout} cuts no lookahead)"
+        f"{capture} (layout {layout} cuts no lookahead)"
     )
 
 

@@ -188,8 +188,7 @@ class BlockTable:
         if index * per_block < self.num_columns(row) and self.array[row, index * per_block] < per_block:
             raise ValueError(
                 f"{argument}: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
-                f"{index} of "
-                f"group {self.group.name!r}, which its window has passed; release with num_rollback"
+                f"{index} of group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -78,8 +78,7 @@ class StepsAhead(Uncopied):
         if count > self.left:
             raise ValueError(
                 f"count: {counted(count, 'step')} asked for, with {self.left} of {self._num_steps} left; replay a "
-                "graph of "
-                "fewer steps, or build the next ones"
+                "graph of fewer steps, or build the next ones"
             )
         if self._launched and self._core.state.changes != self._changes:
             raise CaptureError(

@@ -91,6 +91,5 @@ def refuse_unfinished(assembly: Any, shape: Any) -> None:
     if (side.pending >= 0 and side.pending_shape is shape) or (ahead is not None and ahead.waits_for(shape)):
         raise CaptureError(
             f"release: step {assembly.last_step} of {counted(shape.num_reqs, 'request')} waits for a replay; replay "
-            "it, or take "
-            "it back: metadata.abandon(), and steps.stop() where it was built by run_ahead"
+            "it, or take it back: metadata.abandon(), and steps.stop() where it was built by run_ahead"
         )

@@ -160,8 +160,8 @@ def _refuse_moving_frequencies(model: Any, config: Any) -> None:
                     continue  # they never move
                 do = (
                     f"for requests of up to {counted(limit, 'token')} set config.max_position_embeddings of the "
-                    "loaded model to "
-                    f"{limit}; for longer ones take a model of rope type default, linear, yarn or llama3"
+                    f"loaded model to {limit}; for longer ones take a model of rope type default, linear, yarn or "
+                    "llama3"
                 )
             elif isinstance(kind, str) and "dynamic" in kind:
                 field = "rope_type" if layer_type is None else f"rope_type[{layer_type!r}]"

@@ -125,9 +125,9 @@ def _tell(
     if chosen is not None and named:
         why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
         warnings.warn(
-            f"{used} in place of {named}, which {negotiation.asked_by} names and which {_cannot(negotiation, apart)}"
-            f"{why}; "
-            "choice.explain() has every reason, and policy='strict' makes this an error",
+            f"{used} in place of {named}, which {negotiation.asked_by} names and which "
+            f"{_cannot(negotiation, apart)}{why}; choice.explain() has every reason, and policy='strict' makes this "
+            "an error",
             FallbackWarning,
             stacklevel=_level_of_caller(),
         )

@@ -57,8 +57,7 @@ class ModelCheck(SampledCheck):
                 error,
                 allowed,
                 f"step {number}, request in row {running.row}, {counted(length, 'token')}: a logit differs from the "
-                "model's own "
-                f"by {error:.3g}, {allowed:.3g} allowed",
+                f"model's own by {error:.3g}, {allowed:.3g} allowed",
             )
 
     def _eager_logits(self, running: RunningRequest, length: int) -> Tensor:
@@ -78,8 +77,7 @@ class ModelCheck(SampledCheck):
         if not logits.isfinite().all():
             raise ModelError(
                 f"model: its own logits after {counted(length, 'token')} are not finite, so that nothing can be "
-                "compared with "
-                "them; correct the configuration"
+                "compared with them; correct the configuration"
             )
         return logits
 

@@ -156,8 +156,7 @@ def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
             if packed is not None and read > max(MAX_SMALL, MAX_RATIO * packed.count):
                 raise TraceError(
                     f"{path}: its first {counted(packed.count, 'byte')} unpack to more than {MAX_SMALL} bytes and to "
-                    "more than "
-                    f"{MAX_RATIO} times as many, which no trace does; if it is one, give it unpacked"
+                    f"more than {MAX_RATIO} times as many, which no trace does; if it is one, give it unpacked"
                 )
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except (TraceError, UnicodeDecodeError):
