@@ -30,7 +30,7 @@ _ENCODERS = (
 _NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
-    "head_size": ("head_dim", "attention_head_dim", "kv_channels", "d_kv"),
+    "head_size": ("head_dim", "attention_head_dim", "kv_channels"),
     "dtype": ("dtype", "torch_dtype"),
     "logits_soft_cap": ("attn_logit_softcapping",),
     "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -49,6 +49,11 @@ _READ = (
 """The entries whose spelling is checked: names of the same thing together."""
 _MOST_ENTRIES = 1000
 """Entries of a configuration whose spelling is checked; published ones have some hundreds at most."""
+_UNKNOWN_KINDS = {
+    "index_topk": "an index chooses the keys that a token attends to (sparse attention)",
+    "relative_attention_num_buckets": "scores have a learnt bias for the distance of two tokens",
+}
+"""Entries of models whose attention is of another kind -> which."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
@@ -75,6 +80,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
     if without := without_attention(config):
         raise ValueError(f"config: {without}")
+    _check_kind(config)
     _check_spelling(config)
     if (counted := _optional(config, *_NAMES["num_heads"])) is None:
         raise ValueError(
@@ -107,6 +113,13 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """ValueError for a model whose attention no backend has, whatever is asked of it."""
+    for name, why in _UNKNOWN_KINDS.items():
+        if _optional(config, name) is not None:
+            raise ValueError(f"config: {name}: {why}; no backend of attncore has that")
 
 
 def without_attention(config: Mapping[str, Any]) -> str:
