@@ -13,26 +13,47 @@ from attncore.quoted import MOST, one_line, quoted
 from attncore.registry.config_json import read_config
 
 _ALIBI_MODELS = ("bloom",)
-_SINK_MODELS = ("gpt_oss",)
+_OTHER_SLOPES = ("falcon", "RefinedWeb", "RefinedWebModel")
+"""Models whose slopes are not the standard ones: Falcon's are divided by the root of the head size."""
+_USUAL_ALIBI_BIAS = 8
+"""MPT's ``alibi_bias_max`` of the standard slopes."""
+_SINK_MODELS = (
+    "deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter",
+)  # fmt: skip
+_ENCODERS = (
+    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert", "ibert",
+    "jina_embeddings_v3", "layoutlm", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert",
+    "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl",
+    "xmod",
+)  # fmt: skip
+"""Models whose tokens see later ones, unless the configuration says ``is_decoder``."""
 _NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
-    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-    "head_size": ("head_dim",),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "head_size": ("head_dim", "attention_head_dim", "kv_channels"),
     "dtype": ("dtype", "torch_dtype"),
     "logits_soft_cap": ("attn_logit_softcapping",),
     "max_model_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 """What configurations call fields of a request, the usual name first."""
+_GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
+"""ChatGLM's: without the first, the second says nothing."""
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _READ = (
     *_NAMES.values(),
     _WIDTH,
     *((name,) for name in ("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "use_sliding_window")),
     *((name,) for name in ("attn_config", "text_config", "model_type", "is_encoder_decoder", "multi_query")),
+    *((name,) for name in ("v_head_dim", "local_attention", "is_decoder")),
 )
 """The entries whose spelling is checked: names of the same thing together."""
 _MOST_ENTRIES = 1000
 """Entries of a configuration whose spelling is checked; published ones have some hundreds at most."""
+_UNKNOWN_KINDS = {
+    "index_topk": "an index chooses the keys that a token attends to (sparse attention)",
+    "relative_attention_num_buckets": "scores have a learnt bias for the distance of two tokens",
+}
+"""Entries of models whose attention is of another kind -> which."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
@@ -59,6 +80,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
     if without := without_attention(config):
         raise ValueError(f"config: {without}")
+    _check_kind(config)
     _check_spelling(config)
     if (counted := _optional(config, *_NAMES["num_heads"])) is None:
         raise ValueError(
@@ -69,23 +91,35 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         raise ValueError(
             f"tensor_parallel: {tensor_parallel} does not divide the model's number of heads, {quoted(heads)}"
         )
+    latent = _optional(config, "kv_lora_rank")
     fields: dict[str, Any] = {
         "num_heads": heads // tensor_parallel,
         "num_kv_heads": _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
-        "head_size": _head_size(config, heads),
+        "head_size": 0 if latent else _head_size(config, heads),
         "dtype": _dtype(config),
         "max_model_len": _optional(config, *_NAMES["max_model_len"]),
         "sliding_window": _window(config),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
-        "alibi": _alibi(config),
+        "alibi": _alibi(config, tensor_parallel),
         "sinks": config.get("model_type") in _SINK_MODELS,
     }
-    if latent := _optional(config, "kv_lora_rank"):  # one latent head holds keys and, as a part of them, values
-        rope = _optional(config, "qk_rope_head_dim") or 0
+    if latent:  # one latent head holds keys and, as a part of them, values
+        rope = 0 if config.get("qk_rope_head_dim") == 0 else _optional(config, "qk_rope_head_dim") or 0
         fields.update(use_mla=True, num_kv_heads=1, head_size=latent + rope, head_size_v=latent)
+    elif (of_values := _optional(config, "v_head_dim")) != fields["head_size"]:
+        fields["head_size_v"] = of_values
+    if _is_encoder(config):
+        fields["features"] = ("encoder",)
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """ValueError for a model whose attention no backend has, whatever is asked of it."""
+    for name, why in _UNKNOWN_KINDS.items():
+        if _optional(config, name) is not None:
+            raise ValueError(f"config: {name}: {why}; no backend of attncore has that")
 
 
 def without_attention(config: Mapping[str, Any]) -> str:
@@ -152,7 +186,8 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
         return 1
     attention = config.get("attn_config")
     nested = _optional(attention, "kv_n_heads") if isinstance(attention, Mapping) else None
-    return nested or _optional(config, *_NAMES["num_kv_heads"]) or heads
+    named = [name for name in _NAMES["num_kv_heads"] if name != _GROUPS or config.get(_GROUPED) is True]
+    return nested or _optional(config, *named) or heads
 
 
 def _kv_heads_of_rank(heads: int, ranks: int) -> int:
@@ -175,16 +210,36 @@ def _head_size(config: Mapping[str, Any], heads: int) -> int:
     return size // heads
 
 
+def _is_encoder(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in _ENCODERS and config.get("is_decoder") is not True
+
+
 def _window(config: Mapping[str, Any]) -> int | None:
     if config.get("use_sliding_window") is False:
         return None
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and not any(isinstance(kind, str) and "sliding" in kind for kind in kinds):
         return None
-    return _optional(config, "sliding_window")
+    if (window := _optional(config, "sliding_window")) is not None:
+        return window
+    match config.get("model_type"):
+        case "gpt_neo":  # every second layer, unless all are said to be global
+            kinds = config.get("attention_types", config.get("attention_layers", "local"))
+            return _optional(config, "window_size") if "local" in repr(kinds) else None
+        case "modernbert" if both_sides := _optional(config, "local_attention"):
+            return both_sides // 2 + 1  # as a layer passes it: of one side, the token itself included
+    return None
 
 
-def _alibi(config: Mapping[str, Any]) -> bool | str:
-    attention = config.get("attn_config")
-    stated = config.get("alibi") is True or (isinstance(attention, Mapping) and attention.get("alibi") is True)
-    return "standard" if stated or config.get("model_type") in _ALIBI_MODELS else False
+def _alibi(config: Mapping[str, Any], tensor_parallel: int) -> bool | str:
+    """``standard`` where the slopes of a rank's heads are those that a kernel makes by itself for so many heads."""
+    kind, attention = config.get("model_type"), config.get("attn_config")
+    inner = attention if isinstance(attention, Mapping) else {}
+    stated = config.get("alibi") is True or inner.get("alibi") is True
+    stated = stated or config.get("position_embedding_type") == "alibi"
+    # Baichuan's larger model has slopes, the smaller one rotary positions; nothing but the width tells them apart.
+    stated = stated or (kind == "baichuan" and _optional(config, *_WIDTH) not in (None, 4096))
+    if not stated and kind not in _ALIBI_MODELS:
+        return False
+    usual = inner.get("alibi_bias_max", _USUAL_ALIBI_BIAS) == _USUAL_ALIBI_BIAS
+    return "standard" if tensor_parallel == 1 and usual and kind not in _OTHER_SLOPES else True

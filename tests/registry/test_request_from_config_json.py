@@ -63,6 +63,74 @@ def test_latent_attention():
     assert (found["use_mla"], found["num_kv_heads"], found["head_size"], found["head_size_v"]) == (True, 1, 576, 512)
 
 
+def test_latent_attention_needs_no_size_of_plain_heads():
+    """GLM 4.7 Flash: 20 heads do not divide the width, and no head_dim is stated; GLM 5 has no rotary part."""
+    flash = {"num_attention_heads": 20, "hidden_size": 2048, "kv_lora_rank": 512, "v_head_dim": 256}
+    assert request_fields({**flash, "qk_rope_head_dim": 64})["head_size"] == 576
+    found = request_fields({**flash, "qk_rope_head_dim": 0, "head_dim": 0})
+    assert (found["head_size"], found["head_size_v"]) == (512, 512)
+
+
+_NEO = {"model_type": "gpt_neo", "num_heads": 16, "hidden_size": 2048, "window_size": 256}
+_FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 2048, "alibi": True, "multi_query": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        ({**LLAMA, "model_type": "jetmoe", "hidden_size": 2048, "kv_channels": 128}, "head_size", 128),
+        ({**LLAMA, "hidden_size": 2560, "kv_channels": 80, "attention_head_dim": 160}, "head_size", 160),
+        ({**LLAMA, "head_dim": 192, "v_head_dim": 128}, "head_size_v", 128),
+        ({**LLAMA, "head_dim": 128, "v_head_dim": 128}, "head_size_v", None),
+        (
+            {"num_attention_heads": 32, "hidden_size": 4096, "multi_query_attention": True, "multi_query_group_num": 2},
+            "num_kv_heads",
+            2,
+        ),
+        ({"num_attention_heads": 32, "hidden_size": 4096, "multi_query_group_num": 2}, "num_kv_heads", 32),
+        ({**LLAMA, "model_type": "granite_swa"}, "sinks", True),
+        ({**LLAMA, "model_type": "mimo_v2_flash"}, "sinks", True),
+        ({"model_type": "baichuan", "num_attention_heads": 40, "hidden_size": 5120}, "alibi", "standard"),
+        ({"model_type": "baichuan", "num_attention_heads": 32, "hidden_size": 4096}, "alibi", None),
+        ({"n_head": 40, "n_embd": 5120, "position_embedding_type": "alibi"}, "alibi", "standard"),
+        (_FALCON, "alibi", True),
+        ({**LLAMA, "attn_config": {"alibi": True, "alibi_bias_max": 16}}, "alibi", True),
+        ({**LLAMA, "model_type": "bert"}, "features", ("encoder",)),
+        ({**LLAMA, "model_type": "bert", "is_decoder": True}, "features", None),
+        (_NEO, "sliding_window", 256),
+        ({**_NEO, "attention_types": [[["global", "local"], 12]]}, "sliding_window", 256),
+        ({**_NEO, "attention_types": [[["global"], 24]]}, "sliding_window", None),
+        ({**LLAMA, "model_type": "modernbert", "local_attention": 128}, "sliding_window", 65),
+    ],
+)
+def test_what_models_say_in_words_of_their_own(config, name, value):
+    """A request without it names a backend that cannot run the model, or refuses one that can."""
+    found = request_fields(config)
+    AttentionRequest(**found)
+    assert found.get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"index_topk": 2048, "kv_lora_rank": 512}, "index_topk: an index chooses the keys"),
+        ({"relative_attention_num_buckets": 32}, "relative_attention_num_buckets: scores have a learnt bias"),
+    ],
+)
+def test_attention_that_no_backend_has_is_refused(entry, why):
+    """DeepSeek V3.2 and T5: the rest of their requests is one that backends run, and get wrong."""
+    with pytest.raises(ValueError, match=f"^config: {why}.*; no backend of attncore has that$"):
+        request_fields({**LLAMA, **entry})
+    assert request_fields({**LLAMA, **dict.fromkeys(entry)}) == request_fields(LLAMA)
+
+
+def test_slopes_of_a_rank_are_not_the_standard_ones():
+    """A kernel that makes the slopes of its number of heads by itself has those of no rank."""
+    bloom = {**LLAMA, "model_type": "bloom"}
+    assert request_fields(bloom)["alibi"] == "standard"
+    assert request_fields(bloom, tensor_parallel=2)["alibi"] is True
+
+
 def test_heads_are_shared_among_ranks():
     found = request_fields(LLAMA, tensor_parallel=16)
     assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
