@@ -36,7 +36,16 @@ MODEL_LEN = 8448  # what a captured step has to allow for; of whole blocks of 16
 CACHE_BYTES = 12 << 30  # of one backend, in a case: its layers share what does not fit
 SLEEP = 4_000_000  # cycles, about 2 ms: longer than the host needs for build and replay
 SLEEP_A_LAYER = 800_000  # about 0.4 ms: longer than the host needs for a forward
-LIBRARIES = ("flash-attn", "flash-attn-4", "flashinfer-python", "nvidia-cutlass-dsl", "attn-flash", "attn-flashinfer")
+LIBRARIES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "vllm",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "attn-flash",
+    "attn-flashinfer",
+)
 FIGURES = ("build", "run", "done", "device")
 
 

@@ -41,9 +41,12 @@ SHAPES = {
 
 
 def block_size_of(backend):
-    """16 tokens; flash-attn 2, where generation 4 is not installed, takes multiples of 256."""
-    coarse = backend == "ATTNCORE_FLASH" and not any(importlib.metadata.distributions(name="flash-attn-4"))
-    return 256 if coarse else 16
+    """16 tokens; flash-attn 2, which is what is left where neither generation 3 nor 4 is, takes multiples of 256."""
+    if backend != "ATTNCORE_FLASH" or any(importlib.metadata.distributions(name="flash-attn-4")):
+        return 16
+    from attn_flash.probe_results import library_file
+
+    return 256 if library_file("3_vllm") is None else 16
 
 
 OWN_BUILDERS = {

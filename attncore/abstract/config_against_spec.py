@@ -44,7 +44,7 @@ def _of_variant(config: BackendConfig, spec: SpecFacts) -> SpecFacts:
         return spec
     by_variant = dict(spec.by_variant)
     if config.variant not in by_variant:
-        raise ValueError(f"variant: {quoted(config.variant)} found; {spec.name} has {' and '.join(by_variant)}")
+        raise ValueError(f"variant: {quoted(config.variant)} found; {spec.name} has {_listed_names(by_variant)}")
     return by_variant[config.variant]
 
 
@@ -97,6 +97,11 @@ def _options(config: BackendConfig, spec: SpecFacts) -> Iterator[str]:
             yield f"options: {quoted(name)} is not declared by {spec.name}; declared: {_listed(spec.options) or 'none'}"
         elif value != option.default and (wrong := option.problem(value)):
             yield f"options: {quoted(name)}: {quoted(value)} {wrong}"
+
+
+def _listed_names(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _listed(accepted: Container[object]) -> str:

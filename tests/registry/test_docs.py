@@ -51,7 +51,14 @@ def test_fields_of_a_spec():
     fields = {one.name for one in dataclasses.fields(attncore.BackendSpec)}
     assert first_column(CONTRACT, "field").keys() == fields
     assert all(meaning.strip() for meaning in first_column(CONTRACT, "field").values())
-    assert VariantFacts.__annotations__.keys() == fields - {"name", "api", "requires", "variables", "variants"}
+    assert VariantFacts.__annotations__.keys() == fields - {
+        "name",
+        "api",
+        "requires",
+        "install",
+        "variables",
+        "variants",
+    }
     required = [one.name for one in dataclasses.fields(attncore.BackendSpec) if one.default is one.default_factory]
     sentence = CONTRACT[: CONTRACT.index("are required.")].rpartition("\n\n")[2]
     assert set(re.findall(r"`(\w+)`", sentence)) == set(required)

@@ -96,7 +96,15 @@ def _install_instead(judged: _Judged, host: Host) -> tuple[str, set[str]]:
     missing = [variant for variant, _, reasons in judged if all(reason.code == "requirement" for reason in reasons)]
     if not missing or all(any(reason.code == "requirement" for reason in reasons) for _, _, reasons in judged):
         return "", set()
-    wanted = next([str(reason.asked) for reason in reasons] for variant, _, reasons in judged if variant in missing)
-    names = [package_requirements.parse(text).name for text in wanted]
+    lacking = [
+        (one, [str(reason.asked) for reason in reasons]) for variant, one, reasons in judged if variant in missing
+    ]
+    # The first that pip finds by its name, if there is one.
+    wanted = min(lacking, key=lambda each: any(_name(text) in each[0].install for text in each[1]))[1]
+    names = [_name(text) for text in wanted]
     fresh = all(not host.packages.get(name) for name in names)
     return f"install {listed(dict.fromkeys(names if fresh else wanted))}", set(missing)
+
+
+def _name(requirement: str) -> str:
+    return package_requirements.parse(requirement).name

@@ -193,7 +193,8 @@ def _requirements(spec: BackendSpec, host: Host, plugin: str) -> Iterator[Reason
             message = f"{name} {version} is installed; {plugin} needs {text}"
         else:
             continue
-        yield Reason("requirement", message, text, version or None, plugin, f"pip install {quote(text)}")
+        fix = spec.install.get(name) or f"pip install {quote(text)}"
+        yield Reason("requirement", message, text, version or None, plugin, fix)
 
 
 def _options(spec: BackendSpec, request: AttentionRequest, source: str) -> Iterator[Reason]:

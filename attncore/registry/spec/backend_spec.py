@@ -73,6 +73,8 @@ class BackendSpec:
     ``paged_kv_indices`` is one."""
     requires: Collection[str] = ()
     """Distributions with versions (``acme-kernels>=2``) that must be installed."""
+    install: Mapping[str, str] = field(default_factory=dict)
+    """Distribution that it requires -> how to get it, where ``pip install`` with its name is no good advice."""
     phases: Collection[str] = ("prefill", "decode")
     """Of PHASES: the parts of a step that the backend can run."""
     head_size_v: Collection[int] | MultipleOf | None = None

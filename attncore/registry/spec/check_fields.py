@@ -203,6 +203,14 @@ def _requires(field: str, value: object) -> tuple[str, ...]:
     return requires
 
 
+def _install(field: str, value: object) -> Mapping[str, str]:
+    found = {}
+    for name, advice in mapping(field, value, "not a mapping from distributions to advice"):
+        sentence = text(field, advice, "not a text")
+        found[text(field, name, "not the name of a distribution")] = one_line(sentence)
+    return FrozenMap(found)
+
+
 def _optional_positive(field: str, value: object) -> int | None:
     return None if value is None else positive(field, value)
 
@@ -265,6 +273,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "host_needs": _metadata_fields,
     "device_needs": _metadata_fields,
     "requires": _requires,
+    "install": _install,
     "phases": _words_at_least_one(PHASES),
     "head_size_v": lambda field, value: None if value is None else as_sizes(field, value),
     "use_mla": _flag,

@@ -26,7 +26,7 @@ _SENTENCES: Mapping[str, Mapping[Any, str]] = {
 _ORDERS = {"dtypes": vocabulary.DTYPES, "kv_cache_dtypes": vocabulary.KV_CACHE_DTYPES, "phases": vocabulary.PHASES}
 """Field -> the order in which its words are listed; others are sorted."""
 
-_TABLES = ("name", "api", "features", "unsupported", "options", "requires", "variables", "notes", "variants")
+_TABLES = ("name", "api", "features", "unsupported", "options", "requires", "install", "variables", "notes", "variants")
 """Fields that are no plain facts: each has a table of its own, or is the subject."""
 
 

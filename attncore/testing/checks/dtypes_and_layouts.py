@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncore.testing.engines.engine import FP8, Engine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.random_tensors import FP8
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers

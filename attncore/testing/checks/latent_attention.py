@@ -12,10 +12,11 @@ from attncore.show import counted
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.captured_long_engine import SHORTER, CapturedLongEngine
-from attncore.testing.engines.engine import FP8, Engine
+from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.every_method_engine import EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
 from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, check_swapped_blocks
+from attncore.testing.engines.random_tensors import FP8
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
     run_batch,

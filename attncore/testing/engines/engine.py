@@ -21,7 +21,7 @@ from attncore.testing.engines.given_caches import MakeCache, allocated
 from attncore.testing.engines.left_alone import check_plain
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
-from attncore.testing.engines.random_tensors import RandomTensors
+from attncore.testing.engines.random_tensors import FP8, RandomTensors
 from attncore.testing.engines.requests import History, Requests
 from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 MOST_LONGEST = 64  # a step has room for so many requests of the greatest length
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
-FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PADDING = -5.0  # of rows of padding where the junk is NaN: a write of it to a slot that holds no token shows
 OF_GROUPS = (
     "; the step is the list builder's (metadata.from_groups): prompts come first, plain prompts have no table, and "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from attncore.testing.engines.engine import FP8, Engine
-from attncore.testing.engines.random_tensors import scale_of
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.random_tensors import FP8, scale_of
 from attncore.testing.harness.errors import ConformanceError
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from attncore.abstract import BackendConfig
 
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 GRID = (-2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0)  # exact in every dtype of a cache, times a scale that is 2**n
 Part = Literal["query", "key", "value"]
 
@@ -26,7 +27,8 @@ class RandomTensors:
 
     Queries are normal with a standard deviation of 1.5, keys and values of 1; with ``on_grid`` keys and values are
     numbers of GRID times the layer's ``k_scale`` or ``v_scale``, which the cache holds exactly: it makes no difference
-    then whether a kernel reads fresh keys or cached ones. With ``every_key`` queries are 1 and keys this number.
+    then whether a kernel reads fresh keys or cached ones. Nor does it beside an fp8 cache whether a kernel rounds
+    queries to fp8: they are numbers of it. With ``every_key`` queries are 1 and keys this number.
     """
 
     every_key: float | None = None
@@ -54,6 +56,8 @@ class RandomTensors:
             drawn = torch.from_numpy(self.random.choice(np.array(GRID, dtype=np.float32), shape))
             return drawn * scale_of(self.features, "v_scale" if part == "value" else "k_scale")
         drawn = torch.randn(shape, generator=self._torch_random) * (1.5 if part == "query" else 1.0)
+        if self.on_grid and config.kv_cache_dtype in FP8:
+            drawn = drawn.to(FP8[config.kv_cache_dtype]).float()
         return drawn.to(getattr(torch, config.dtype)).float()
 
     def query_key_value(self, count: int) -> tuple[Tensor, Tensor, Tensor]:

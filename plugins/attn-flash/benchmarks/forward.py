@@ -1,6 +1,6 @@
 """What ``forward`` adds to the bare library call and the same cache write, and what a step costs the host. On a GPU.
 
-    python forward.py [--generation 2|4] [--save FILE.json]
+    python forward.py [--generation 2|3|4] [--block-size N] [--save FILE.json]
 
 Both are timed in one run, turn by turn: host time of a call, device time by a captured graph of ten calls. Medians.
 """
@@ -100,7 +100,7 @@ class Case:
         metadata, (_, key, value) = self.metadata, self.tensors
         caches, writer, slots = backend.kv_cache_views(self.cache), CacheWriter(), metadata.slot_mapping
         decodes, rows = metadata.num_reqs - metadata.num_prefills, metadata.num_reqs
-        if backend.generation == "4" or together or decodes in (0, rows):
+        if backend.generation != "2" or together or decodes in (0, rows):
             calls = [self._rows(backend, 0, rows, metadata.num_prefills == 0)]
         else:
             calls = [self._rows(backend, 0, decodes, True), self._rows(backend, decodes, rows, False)]
@@ -132,6 +132,17 @@ class Case:
         lengths, starts = metadata.seq_lens[first:last], metadata.query_start_loc[first : last + 1]
         sums, table = metadata.seq_start_loc[first : last + 1], metadata.block_table[first:last]
         table = table[:, : -(-longest // size)]
+        if backend.generation.startswith("3"):
+            packed = not decodes and not host.context_lens[first:last].any()
+            given = (query, key, value) if packed else (query, *caches)
+            lengths_of_keys = (starts, None, None, None) if packed else (None, None, None, lengths)
+            longest_query = 1 if decodes else metadata.max_query_len
+            args = (
+                *given, None, None, None, None, starts, *lengths_of_keys, longest_query, longest,
+                None if packed else table, *[None] * 8, SCALE, True, -1, -1, *library.before_cap, 0.0, True, None, 0,
+                None, 0, *library.last(None),
+            )  # fmt: skip
+            return library.forward, args, {}
         fixed: dict[str, Any] = {"softmax_scale": SCALE, "causal": True}
         if decodes:
             mine = query[int(host.query_start_loc[first]) : int(host.query_start_loc[last])].unsqueeze(1)
@@ -149,6 +160,31 @@ class Case:
         else:
             fixed |= {"seqused_k": lengths, "page_table": table}
         return library.flash_attn_varlen_func, (query, *caches), fixed
+
+
+def layers(case: Case, backend: Any, count: int = 32) -> dict[str, float]:
+    """Milliseconds of a step on the device: of a graph of so many layers, and of as many bare calls."""
+    impls = [backend.impl(f"step.{index}", scale=SCALE) for index in range(count)]
+
+    def ours() -> None:
+        for impl in impls:
+            impl.forward(*case.tensors, case.cache, case.metadata)
+
+    def bare() -> None:
+        for _ in impls:
+            case.bare()
+
+    times: dict[str, list[float]] = {"bare": [], "forward": []}
+    graphs = {"bare": captured(bare, 1), "forward": captured(ours, 1)}
+    for _ in range(15):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    return {name: round(statistics.median(found), 4) for name, found in times.items()}
 
 
 def host_times(calls: dict[str, Callable[[], Any]], turns: int = 40, each: int = 15) -> tuple[dict[str, float], float]:
@@ -260,12 +296,13 @@ def replays(backend: Any, counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256)) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--generation", choices=("2", "4"), default="2")
+    parser.add_argument("--generation", choices=("2", "3", "4"), default="2")
+    parser.add_argument("--block-size", type=int, help="tokens of a block; the preferred one by default")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     choice = attncore.select(
         num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="bfloat16", backend="flash",
-        options={"flash": {"generation": args.generation}},
+        options={"flash": {"generation": args.generation}}, block_size=args.block_size,
     )  # fmt: skip
     backend: Any = choice.create()
     found: dict[str, Any] = {
@@ -286,7 +323,7 @@ def main() -> None:
         for kind in KINDS:
             case = Case(backend, kind)
             ours, bare = case.forward(), case.calls.get("one bare call", case.bare)()
-            bare = bare[0] if isinstance(bare, tuple) else bare
+            bare = bare[0] if isinstance(bare, tuple | list) else bare
             error = (ours.float() - bare.float().view_as(ours)).abs().max().item()
             (host, added), device = host_times(case.calls), device_times(case.calls)
             found["forward"][kind] = {
@@ -295,6 +332,7 @@ def main() -> None:
                 "device_us": {name: round(value, 2) for name, value in device.items()},
                 "ratio": round(device["forward"] / device["bare"], 4),
                 "largest_difference": error,
+                "layers_32_ms": layers(case, backend),
                 "first_visit_us": case.first_visits(),
             }
             print(kind, json.dumps(found["forward"][kind]), flush=True)

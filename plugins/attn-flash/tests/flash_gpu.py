@@ -24,6 +24,6 @@ def subject(generation: str) -> Subject:
         pytest.skip(f"{probe_results.DISTRIBUTIONS[generation]} is not installed")
     probe.again(generation, torch.device("cuda", 0))
     load.forget()  # the spec is made of what was found
-    (other,) = probe_results.DISTRIBUTIONS.keys() - {generation}
-    host = dataclasses.replace(Host.probe(), packages={probe_results.DISTRIBUTIONS[other]: ""})
+    others = probe_results.DISTRIBUTIONS.keys() - {generation}
+    host = dataclasses.replace(Host.probe(), packages={probe_results.DISTRIBUTIONS[other]: "" for other in others})
     return Subject("flash", host=host)

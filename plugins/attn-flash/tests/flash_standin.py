@@ -1,4 +1,4 @@
-"""The two libraries' functions in torch, for machines without a GPU: their signatures, their rules, their traps.
+"""The libraries' functions in torch, for machines without a GPU: their signatures, their rules, their traps.
 
 Whatever a real kernel leaves unwritten is NaN here; whatever it reads beyond a sequence counts; arguments that it
 refuses or misreads raise. ``test_signatures`` compares the signatures with the libraries' own sources.
@@ -161,6 +161,125 @@ class Generation2:
         return (found, found_lse, None) if return_attn_probs else found
 
 
+class Generation3:
+    """The operator of FlashAttention 3, as vLLM's wheel has it (``sinks``) or its own package; ``calls``: what it was
+    given. ``lacks``: what the build leaves out.
+    """
+
+    def __init__(self, lacks: tuple[str, ...] = (), *, sinks: bool = True) -> None:
+        self.lacks, self.sinks = lacks, sinks
+        self.calls: list[dict[str, Any]] = []
+
+    def library(self) -> Any:
+        """What ``load`` gives."""
+        from attn_flash.generation3 import Library
+
+        if self.sinks:
+            return Library(self.fwd, self.get_scheduler_metadata, (), lambda sinks: (sinks, 1, 0, None))
+        return Library(self.own_fwd, None, (0,), lambda sinks: ())
+
+    def own_fwd(self, *given: Any) -> Any:
+        """The package's own: a chunk length behind the window, nothing behind the margin."""
+        if len(given) != 34 or given[27] != 0:
+            raise RuntimeError("flash_attn_3::fwd takes 34 arguments, no chunks of attention among them")
+        return self.fwd(*given[:27], *given[28:], None, 1, 0, None)
+
+    def get_scheduler_metadata(
+        self, batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads: int, num_heads_k: int, headdim: int,
+        headdim_v: int, qkv_dtype: Any, seqused_k: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, cu_seqlens_k_new: Any,
+        seqused_q: Any, leftpad_k: Any, page_size: Any, max_seqlen_k_new: int, is_causal: bool, window_size_left: int,
+        window_size_right: int, has_softcap: bool, num_splits: int, pack_gqa: Any, sm_margin: int,
+    ) -> Tensor:  # fmt: skip
+        """A schedule: here all that it is good for, so that a call which is given another's raises."""
+        sizes = (
+            batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype.itemsize,
+            is_causal, window_size_left, window_size_right, has_softcap,
+        )  # fmt: skip
+        return torch.cat([torch.tensor(sizes), seqused_k, cu_seqlens_q])
+
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, k_new: Any, v_new: Any, q_v: Any, out: Any, cu_seqlens_q: Any,
+        cu_seqlens_k: Any, cu_seqlens_k_new: Any, seqused_q: Any, seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+        page_table: Any, kv_batch_idx: Any, leftpad_k: Any, rotary_cos: Any, rotary_sin: Any, seqlens_rotary: Any,
+        q_descale: Any, k_descale: Any, v_descale: Any, softmax_scale: float, is_causal: bool, window_size_left: int,
+        window_size_right: int, softcap: float, is_rotary_interleaved: bool, scheduler_metadata: Any, num_splits: int,
+        pack_gqa: Any, sm_margin: int, s_aux: Any, cp_world_size: int, cp_rank: int, cp_tot_seqused_k: Any,
+    ) -> Any:  # fmt: skip
+        """Rows of any lengths, over packed keys or a paged cache; queries of fp8 over a cache of fp8."""
+        self.calls.append({name: part for name, part in locals().items() if name != "self"})
+        fp8 = torch.float8_e4m3fn
+        if (k_new, v_new, q_v, cu_seqlens_k_new, kv_batch_idx, leftpad_k, rotary_cos, cp_tot_seqused_k) != (None,) * 8:
+            raise RuntimeError("this stand-in takes none of these")
+        if (cp_world_size, cp_rank, sm_margin) != (1, 0, 0):
+            raise RuntimeError("When context parallelism is disabled, cp_rank must be zero")
+        if q.dim() != 3 or cu_seqlens_q is None:
+            raise RuntimeError("This flash attention build only supports varlen (for build size reasons).")
+        if (cu_seqlens_k is None) == (page_table is None) or (page_table is None) != (seqused_k is None):
+            raise RuntimeError("either packed keys with their starts, or pages with lengths")
+        built = {"logits_soft_cap": softcap > 0, "sliding_window": window_size_left >= 0, "sinks": s_aux is not None}
+        built |= {f"head_size {q.shape[-1]}": True, "fp8": q.dtype == fp8}
+        for name, used in built.items():
+            if used and name in self.lacks:
+                raise RuntimeError(f"This flash attention build does not support {name}.")
+        if q.dtype not in (torch.float16, torch.bfloat16, fp8) or k.dtype != q.dtype or v.dtype != q.dtype:
+            raise RuntimeError("query, key and value must have the same dtype, fp16, bf16 or fp8_e4m3")
+        if q.shape[-1] % (16 if q.dtype == fp8 else 8) or q.shape[-1] > 256:
+            raise RuntimeError("head_size should be a multiple of 8 (16 for fp8), and 256 at most")
+        if s_aux is not None and (s_aux.dtype != torch.bfloat16 or s_aux.shape != (q.shape[1],) or q.shape[1] > 64):
+            raise RuntimeError("We only support bf16 dtype for S aux, and query heads <= 64")
+        _starts(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        rows = len(cu_seqlens_q) - 1
+        descales = [torch.ones(rows, k.shape[-2])] * 3
+        if q.dtype == fp8:
+            descales = [one.float() for one in (q_descale, k_descale, v_descale)]
+            if any(one.shape != (rows, k.shape[-2]) for one in descales):
+                raise RuntimeError("k_descale must have shape (batch_size, num_heads_k)")
+        if scheduler_metadata is not None:
+            sizes = (*q.shape[1:], v.shape[-1], q.dtype, seqused_k, cu_seqlens_q, None, None, None, None)
+            wanted = self.get_scheduler_metadata(
+                rows, max_seqlen_q, max_seqlen_k, sizes[0], k.shape[-2], *sizes[1:], k.shape[1], 0, is_causal,
+                window_size_left, window_size_right, softcap > 0, 0, None, 0,
+            )  # fmt: skip
+            if not torch.equal(scheduler_metadata, wanted):
+                raise RuntimeError("the schedule is of another step, or of a layer of another kind")
+        starts = cu_seqlens_q.tolist()
+        exact = torch.bfloat16 if q.dtype == fp8 else q.dtype
+        found = torch.full(q.shape, NAN, dtype=exact)
+        found_lse = torch.full((q.shape[1], len(q)), NAN)
+        for row in range(rows):
+            mine = slice(starts[row], starts[row + 1])
+            if page_table is None:
+                one, other = cu_seqlens_k[row : row + 2].tolist()
+                keys, values, length = k[one:other], v[one:other], other - one
+                if length > max_seqlen_k:
+                    raise RuntimeError("longer than max_seqlen_k")
+            else:
+                if len(page_table) != rows:
+                    raise RuntimeError("page_table must have a row each")
+                length = int(seqused_k[row])
+                if length > max_seqlen_k:
+                    raise RuntimeError("longer than max_seqlen_k, of which the number of splits is made")
+                keys, values = (_pages(part, page_table[row], length) for part in (k, v))
+            if mine.stop - mine.start > max_seqlen_q:
+                raise RuntimeError("longer than max_seqlen_q")
+            keys, values = (
+                part.float() * scale[row][None, :, None]
+                for part, scale in zip((keys, values), descales[1:], strict=True)
+            )
+            if not length:  # nothing is attended, not even a sink
+                found[mine], found_lse[:, mine] = 0.0, -torch.inf
+                continue
+            group = q.shape[1] // k.shape[-2]
+            query = q[mine].float() * descales[0][row].repeat_interleave(group)[None, :, None]
+            rest = 0.0 * values[length:].sum()  # weights of 0 times what lies there
+            output, lse = attention(
+                query, keys[:length], values[:length], scale=softmax_scale, causal=is_causal,
+                window=(window_size_left, window_size_right), softcap=softcap, sinks=s_aux,
+            )  # fmt: skip
+            found[mine], found_lse[:, mine] = (output + rest).to(exact), lse.transpose(0, 1)
+        return [found, found_lse, q.new_empty(0), q.new_empty(0)]
+
+
 class Generation4:
     """flash_attn.cute of flash-attn-4, as on sm_90; ``calls``: what it was given."""
 
@@ -215,26 +334,39 @@ class Generation4:
 
 def install(monkeypatch: Any, generation: str, library: Any) -> Any:
     """``library`` in place of the generation's own."""
-    from attn_flash import generation2, generation4
+    from attn_flash.generations import MODULES
 
-    module = generation2 if generation == "2" else generation4
-    monkeypatch.setattr(module, "load", lambda: library)
+    given = library.library() if generation.startswith("3") else library
+    monkeypatch.setattr(MODULES[generation], "load", lambda: given)
     return library
 
 
-PACKAGES = {"2": {"flash-attn": "2.8.3.post2"}, "4": {"flash-attn-4": "4.0.0b36"}}
+MADE: dict[str, Any] = {
+    "2": Generation2,
+    "3": lambda: Generation3(sinks=False),
+    "3_vllm": Generation3,
+    "4": Generation4,
+}
+"""Generation -> what makes its stand-in."""
+
+PACKAGES = {
+    "2": {"flash-attn": "2.8.3.post2"},
+    "3": {"flash-attn-3": "3.0.0"},
+    "3_vllm": {"vllm": "0.33.0"},
+    "4": {"flash-attn-4": "4.0.0b36"},
+}
 """What a host has that has one generation only."""
 
 
 def packages(*generations: str) -> dict[str, str]:
     """Versions of a host that has these generations, and no other."""
-    known = {"flash-attn": "", "flash-attn-4": "", "flash-attn-3": "", "torch": "2.11.0"}
+    known = {"flash-attn": "", "flash-attn-4": "", "flash-attn-3": "", "vllm": "", "torch": "2.11.0"}
     for generation in generations:
         known |= PACKAGES[generation]
     return known
 
 
-BLOCK = {"2": 256, "4": 16}
+BLOCK = {"2": 256, "3": 16, "3_vllm": 16, "4": 16}
 """A block size of each generation."""
 
 
@@ -246,3 +378,9 @@ def create(generation: str, **fields: Any) -> Any:
     )  # fmt: skip
     host = Host.assume("sm_90", packages=packages(generation))
     return attncore.select(request, host=host).create(device="cpu")
+
+
+def forget_calls(backend: Any) -> None:
+    """Drops what a backend's stand-in was given: it keeps the tensors."""
+    library = backend._library
+    getattr(getattr(library, "forward", None), "__self__", library).calls.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flash_standin as standin
 import pytest
 import torch
@@ -13,10 +11,9 @@ from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
 
 
-@pytest.fixture(params=["2", "4"])
+@pytest.fixture(params=["2", "3", "3_vllm", "4"])
 def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    made: Any = standin.Generation2() if request.param == "2" else standin.Generation4()
-    standin.install(monkeypatch, request.param, made)
+    standin.install(monkeypatch, request.param, standin.MADE[request.param]())
     return str(request.param)
 
 

@@ -15,7 +15,7 @@ from attncore.builder import InputBatch, MetadataBuilder
 def test_arguments_in_another_order(
     generation: str, method: str, cache_is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = standin.Generation2() if generation == "2" else standin.Generation4()
+    made = standin.MADE[generation]()
     standin.install(monkeypatch, generation, made)
     backend = standin.create(generation)
     layer = backend.impl("layers.0", scale=1.0)
@@ -46,7 +46,7 @@ def test_arguments_in_another_order(
 def test_whether_to_write_is_a_flag(
     generation: str, method: str, cache_is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = standin.Generation2() if generation == "2" else standin.Generation4()
+    made = standin.MADE[generation]()
     standin.install(monkeypatch, generation, made)
     backend = standin.create(generation)
     layer = backend.impl("layers.0", scale=1.0)

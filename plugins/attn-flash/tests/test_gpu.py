@@ -24,7 +24,7 @@ pytestmark = [
 BLOCK = 256
 
 
-@pytest.fixture(scope="module", params=["2", "4"])
+@pytest.fixture(scope="module", params=["2", "3", "4"])
 def backend(request: pytest.FixtureRequest) -> Any:
     try:
         choice = attncore.select(

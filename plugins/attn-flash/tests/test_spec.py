@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import flash_standin as standin
 import pytest
+from attn_flash import probe_results
 
 import attncore
 from attncore import AttentionRequest, Host, Reason
@@ -44,6 +47,17 @@ def reasons(where: Host, **fields: Any) -> list[Reason]:
         ("sm_90", "2", {"manager_block_size": 512}, "fa2", 256),
         ("sm_90", "2", {"manager_block_size": 768, "block_size": 256}, "fa2", 256),
         ("sm_90", "4", {"manager_block_size": 48}, "fa4", 48),
+        ("sm_90", "3", {}, "fa3", 16),
+        ("sm_90", "234", {}, "fa3", 16),
+        ("sm_90", "34", {"block_size": 24}, "fa3", 24),
+        ("sm_90", "34", {"sinks": True}, "fa4", 128),
+        ("sm_90", "34", {"kv_cache_dtype": "fp8"}, "fa3", 16),
+        ("sm_90", "23", {"alibi": True}, "fa2", 256),
+        ("sm_90", "3", {"allow_compile": False}, "fa3", 16),
+        ("sm_90", "234", {"options": {"flash": {"generation": "4"}}}, "fa4", 128),
+        ("sm_90", "3", {"options": {"flash": {"generation": "3"}}}, "fa3", 16),
+        ("sm_80", "23", {}, "fa2", 256),
+        ("sm_100", "34", {}, "fa4", 128),
         ("sm_80", "24", {}, "fa2", 256),
         ("sm_86", "24", {"sliding_window": 4096, "logits_soft_cap": 30.0}, "fa2", 256),
         ("sm_120", "24", {}, "fa2", 256),
@@ -62,7 +76,7 @@ def test_the_generation_that_fits(
 ) -> None:
     found = choice(host(device, *installed), **fields)
     assert (found.variant, found.block_size) == (variant, block_size)
-    generation = {"fa2": "flash-attn 2.8.3.post2", "fa4": "flash-attn-4 4.0.0b36"}[variant]
+    generation = {"fa2": "flash-attn 2.8.3.post2", "fa3": "flash-attn-3 3.0.0", "fa4": "flash-attn-4 4.0.0b36"}[variant]
     assert f"variant {variant} ({generation})" in found.explain()
 
 
@@ -82,7 +96,13 @@ def test_the_generation_that_fits(
         (host("sm_90"), {}, "requirement", "flash-attn is not installed"),
         (host("sm_90", **{"flash-attn": "2.7.4"}), {}, "requirement", "flash-attn 2.7.4 is installed"),
         (host("sm_90", **{"flash-attn": "2.9.0"}), {}, "requirement", "needs flash-attn>=2.8,<2.9"),
-        (host("sm_90", **{"flash-attn-3": "3.0.0b1"}), {}, "check", "generation 3 is not supported yet"),
+        (host("sm_90", "3"), {"sinks": True}, "unsupported", "vLLM's build of them has"),
+        (host("sm_90", "3"), {"alibi": True}, "unsupported", "the kernel takes no slopes"),
+        (host("sm_80", "3"), {}, "device", "cuda:sm_90"),
+        (host("sm_90", "3"), {"kv_cache_dtype": "fp8", "dtype": "float16"}, "dtype", "its output is bfloat16"),
+        (host("sm_90", "3"), {"kv_cache_dtype": "fp8", "head_size": 72}, "head_size", "multiples of 16"),
+        (host("sm_90", "3_vllm"), {"sinks": True, "num_heads": 128}, "check", "with sinks it takes 64 at most"),
+        (host("sm_90", "3"), {"options": {"flash": {"generation": "2"}}}, "option", "options ask for generation 2"),
         (host("sm_90", "2", "4"), {"dtype": "float32"}, "dtype", "bfloat16, float16"),
         (host("sm_90", "2", "4"), {"head_size": 264}, "head_size", "up to 256"),
         (host("sm_90", "2", "4"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3"),
@@ -95,8 +115,21 @@ def test_the_reason_where_none_fits(where: Host, fields: dict[str, Any], code: s
     assert [reason for reason in found if reason.code == code and words in str(reason)], found
 
 
-def test_generation_3_is_no_obstacle_where_another_is_installed() -> None:
-    assert choice(host("sm_90", "2", **{"flash-attn-3": "3.0.0b1"})).variant == "fa2"
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    [({}, "fa3_vllm"), ({"sinks": True}, "fa3_vllm"), ({"options": {"flash": {"generation": "3"}}}, "fa3_vllm"),
+     ({"alibi": True}, "fa2")],
+)  # fmt: skip
+def test_the_library_in_vllms_wheel(fields: dict[str, Any], variant: str) -> None:
+    assert choice(host("sm_90", "3_vllm", "2"), **fields).variant == variant
+
+
+def test_a_vllm_without_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(host("sm_90", "3_vllm"), assumed=False)
+    monkeypatch.setattr(probe_results, "library_file", lambda generation: None)
+    assert "installed without its library of FlashAttention 3" in "\n".join(map(str, reasons(here)))
+    monkeypatch.setattr(probe_results, "library_file", lambda generation: Path("there.so"))
+    assert choice(here).variant == "fa3_vllm"
 
 
 def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout() -> None:
@@ -110,6 +143,7 @@ def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout()
 @pytest.mark.parametrize(
     ("generations", "first", "says"),
     [
+        ("3", "flash", "fa3 on sm_90 before flashinfer: "),
         ("2", "flashinfer", "fa2 on sm_90 after flashinfer: "),
         ("4", "flash", "on sm_90 before flashinfer: "),
         ("24", "flash", "on sm_90 before flashinfer: "),

@@ -24,10 +24,9 @@ from attncore.dense import dense_attention
 RULE = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
 
 
-@pytest.fixture(params=["2", "4"])
+@pytest.fixture(params=["2", "3_vllm", "4"])
 def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    made: Any = standin.Generation2() if request.param == "2" else standin.Generation4()
-    standin.install(monkeypatch, request.param, made)
+    standin.install(monkeypatch, request.param, standin.MADE[request.param]())
     return str(request.param)
 
 
@@ -82,7 +81,7 @@ def test_a_cache_is_dropped_when_another_takes_its_place(generation: str) -> Non
         for _ in range(2):  # by the long way, and by the short one
             impl.forward(*tensors(1), first[0], metadata)
     views = [weakref.ref(part) for part in impl._views]
-    backend._library.calls.clear()
+    standin.forget_calls(backend)
     impl.forward(*tensors(1), second[0], metadata)
     first.clear()
     gc.collect()

@@ -1,6 +1,6 @@
 """Compiles, in parallel, the FlashInfer modules that this plugin's tests and benchmarks ask for.
 
-    python build_modules.py [main] [e5m2] [crossed] [xqa] [mla]
+    python build_modules.py [main] [e5m2] [crossed] [xqa] [decodes] [mla]
 
 Needs nvcc and ninja. FlashInfer 0.7's functions that describe a module are private, so that this is a script for
 developers: a user's modules come ahead of time by flashinfer-jit-cache, or at first use.
@@ -78,6 +78,14 @@ MODULES = {
         partial(xqa, BF16, 64, 2, window=True),
         partial(xqa, E4M3, 64, 2),
         partial(xqa, BF16, 128, 4),
+    ],
+    "decodes": [  # benchmarks/decode_kernels.py
+        partial(prefill, BF16, BF16, 128),
+        partial(prefill, BF16, E4M3, 128),
+        partial(decode, BF16, BF16, 128),
+        partial(decode, BF16, E4M3, 128),
+        partial(xqa, BF16, 128, 4),
+        partial(xqa, E4M3, 128, 4),
     ],
     "mla": [
         partial(mla, "fa3", BF16, BF16),

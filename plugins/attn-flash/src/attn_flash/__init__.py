@@ -1,4 +1,4 @@
-"""The attention backend ``flash``: FlashAttention 2 and 4 behind attncore. Light: no torch, no kernel library here."""
+"""The attention backend ``flash``: FlashAttention 2, 3 and 4 behind attncore. Light: no torch, no library is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def attncore_backend() -> BackendSpec:
-    """The facts of both generations, less what the library installed here was found to lack (``probe_results``)."""
+    """The facts of all generations, less what the library installed here was found to lack (``probe_results``)."""
     from attn_flash.spec import make_spec
 
     return make_spec()

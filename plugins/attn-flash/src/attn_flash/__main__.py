@@ -15,9 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser("python -m attn_flash", description=about).parse_args(arguments)
     import torch
 
-    installed = [generation for generation in ("4", "2") if probe_results.library(generation)]
+    installed = [generation for generation in probe_results.GENERATIONS if probe_results.library(generation)]
     if not installed or not torch.cuda.is_available():
-        print("neither flash-attn nor flash-attn-4 is installed" if not installed else "torch finds no CUDA device")
+        print(
+            "no library is installed: flash-attn-4, flash-attn-3, vllm or flash-attn"
+            if not installed
+            else "torch finds no CUDA device"
+        )
         return 3
     from attn_flash.doctor import said
     from attn_flash.probe import again

@@ -1,4 +1,4 @@
-"""The backend ``flash``: which generation's calls its layers make, and the cache that both generations read."""
+"""The backend ``flash``: which generation's calls its layers make, and the cache that all generations read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flash import generation2, generation4, paged_head_sizes, probe, probe_results
+from attn_flash import paged_head_sizes, probe, probe_results
 from attn_flash.cascade import CascadeStep, cascade_step
+from attn_flash.generations import MODULES, Layer
 from attn_flash.impl import FlashImpl
-from attn_flash.plan import DecoderPlans, Layer
+from attn_flash.plan import DecoderPlans
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.builder import CascadeRule
 
-GENERATIONS: dict[str, Any] = {"2": generation2, "4": generation4}
-
 
 class FlashBackend(AttentionBackend):
-    """FlashAttention 2 or 4, as the choice's variant says.
+    """FlashAttention 2, 3 or 4, as the choice's variant says.
 
     The first creation on a machine calls the library (``probe``); what it lacks is kept, and negotiated around from
     then on. ValueError where the configuration is beyond the spec, or needs what this build leaves out.
@@ -33,17 +32,18 @@ class FlashBackend(AttentionBackend):
         super().__init__(config)
         self.generation = config.variant.removeprefix("fa") or "2"
         asked = config.options.get("generation")
-        if asked not in (None, self.generation):
+        if asked not in (None, self.generation[0]):
             raise ValueError(
-                f"options: generation {asked!r} is not the one that was chosen, {self.generation!r}; ask for it in the "
-                "request, options={'flash': {'generation': ...}}"
+                f"options: generation {asked!r} is not the one that was chosen, {self.generation[0]!r}; ask for it in "
+                "the request, options={'flash': {'generation': ...}}"
             )
-        self._module = GENERATIONS[self.generation]
+        self._module = MODULES[self.generation]
         self._library = self._module.load()
         self.probed = self._found()
         if self.probed.fails:
             raise ValueError(f"generation: {self.probed.library} failed when it was called: {self.probed.fails}")
-        for field, value in (("head_size", config.head_size), ("dtype", config.dtype)):
+        for field in ("head_size", "dtype", "kv_cache_dtype"):
+            value = getattr(config, field)
             self._refuse_left_out(field, f"{field} {value}", value)
         self._causal_only = self.generation == "4" and config.head_size in paged_head_sizes.CAUSAL_ONLY
         self._plans = {
@@ -58,8 +58,9 @@ class FlashBackend(AttentionBackend):
         return self._plans[windowed, write]
 
     def layer(self, **given: Any) -> Layer:
-        """A layer's calls (``generation2.Layer``, ``generation4.Layer``)."""
-        made: Layer = self._module.Layer(self._library, synchronises=self.probed.synchronises, **given)
+        """A layer's calls: the ``Layer`` of the generation's module."""
+        facts = {"synchronises": self.probed.synchronises, "device": self.config.device}
+        made: Layer = self._module.Layer(self._library, **facts, **given)
         return made
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:

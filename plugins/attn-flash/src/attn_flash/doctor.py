@@ -11,7 +11,7 @@ from attncore import Host
 
 def facts(host: Host) -> dict[str, str]:
     """Name -> text. Calls what is installed, where the host has a device for it and no findings are kept."""
-    return {name: text for generation in ("4", "2") for name, text in _of(generation, host)}
+    return {name: text for generation in probe_results.GENERATIONS for name, text in _of(generation, host)}
 
 
 def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
@@ -38,7 +38,10 @@ def said(found: probe_results.ProbeResult) -> str:
     """One line: what calls have shown."""
     if found.fails:
         return f"fails on {found.device}: {found.fails}"
-    lacks = [*found.missing(""), *(f"dtype {name}" for name in found.missing("dtype"))]
+    lacks = [
+        *found.missing(""),
+        *(f"{kind} {name}" for kind in ("dtype", "kv_cache_dtype") for name in found.missing(kind)),
+    ]
     sizes = sorted(found.head_sizes)
     if sizes:
         has = [str(size) for size in probe_results.HEAD_SIZES if size not in found.head_sizes]

@@ -44,6 +44,7 @@ class Layer:
         sinks: Tensor | None,
         causal: bool,
         synchronises: bool = False,
+        device: str = "cpu",
     ) -> None:
         self._with_kvcache, self._varlen = library.flash_attn_with_kvcache, library.flash_attn_varlen_func
         left = -1 if sliding_window is None else sliding_window - 1
@@ -55,6 +56,9 @@ class Layer:
             "softcap": logits_soft_cap or 0.0,
             "alibi_slopes": alibi_slopes,
         }
+
+    def sinks_changed(self) -> None:
+        """Nothing: the call reads the layer's own."""
 
     def arguments(self, segment: Segment, with_lse: bool = False) -> dict[str, Any]:
         """What the call of a segment is given beside the tensors of a layer and what is fixed for it: good for all

@@ -43,6 +43,7 @@ class Layer:
         sinks: Tensor | None,
         causal: bool,
         synchronises: bool = False,
+        device: str = "cpu",
     ) -> None:
         self._varlen = library.flash_attn_varlen_func
         left = None if sliding_window is None else sliding_window - 1
@@ -53,6 +54,9 @@ class Layer:
             "softcap": logits_soft_cap or 0.0,
             "learnable_sink": sinks,
         }
+
+    def sinks_changed(self) -> None:
+        """Nothing: the call reads the layer's own."""
 
     def arguments(self, segment: Segment, with_lse: bool = False) -> dict[str, Any]:
         """What the call of a segment is given, as far as all layers of a step share it."""

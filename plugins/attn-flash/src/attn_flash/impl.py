@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from attn_flash.cascade import CascadeStep
-from attn_flash.plan import LASTING, Caches, Call, DecoderPlans, Layer, StepPlan
+from attn_flash.generation2 import Call
+from attn_flash.generations import Layer
+from attn_flash.plan import LASTING, Caches, DecoderPlans, StepPlan
 from attn_flash.segments import cross_segments, packed_segment
 from attncore import AttentionImpl, AttentionMetadata, AttentionType, CacheWriter, LayerFeatures
 from attncore.merge import merge_attention
@@ -40,7 +42,7 @@ class FlashImpl(AttentionImpl):
             "causal": self.attn_type is AttentionType.DECODER,
         }
         self._flash, self._views_of = backend, backend.kv_cache_views
-        self._layer = backend.layer(**self._fixed)
+        self._layer: Layer = backend.layer(**self._fixed, **self._scales())
         self._prefix_layer: Layer | None = None
         self._write = CacheWriter(self.k_scale, self.v_scale)
         self._cache: Any = None
@@ -81,6 +83,21 @@ class FlashImpl(AttentionImpl):
         found = plan.attend(calls, query, key, value)
         return found if output is None else output.copy_(found)
 
+    def _scales(self) -> dict[str, Any]:
+        """What a layer over an fp8 cache is given beside the rest."""
+        fp8 = self._flash.config.kv_cache_dtype.startswith("fp8")
+        return {"scales": (self.k_scale, self.v_scale)} if fp8 else {}
+
+    def scales_changed(self) -> None:
+        """See the base class. Scales that are tensors are read on the device by every call."""
+        self._write = CacheWriter(self.k_scale, self.v_scale)
+        self._layer = self._flash.layer(**self._fixed, **self._scales())
+        self._prefix_layer, self._calls = None, {}
+
+    def sinks_changed(self) -> None:
+        """See the base class."""
+        self._layer.sinks_changed()
+
     def forward_with_lse(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata,
         output: Tensor | None = None, *, write: bool = True,
@@ -108,7 +125,7 @@ class FlashImpl(AttentionImpl):
         if write:
             self._write(key, value, *caches, metadata.slot_mapping)
         if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
-            self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
+            self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False}, **self._scales())
         chosen = query.index_select(0, cascade.token_indices)
         first, first_lse = self._prefix_layer.with_lse(cascade.prefix, caches, (chosen, key, value), None)
         found, lse = self._layer.with_lse(cascade.suffix, caches, (query, key, value), None)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flash import generation2, generation4
+from attn_flash.generation2 import Call
+from attn_flash.generation3 import StepArguments
+from attn_flash.generations import Layer
 from attn_flash.segments import Segment, decoder_segments
 from attncore import AttentionMetadata
 
-Call = generation2.Call
-Layer = generation2.Layer | generation4.Layer
 Caches = tuple[Tensor, Tensor] | None
 
 LASTING = 8
@@ -42,7 +42,7 @@ class StepPlan:
         self.packed = any(segment.entry == "packed" for segment in segments)
         """Whether a call attends over this step's own keys."""
         self.num_tokens = max(segment.stop for segment in segments)
-        self._arguments: list[dict[str, Any]] = []
+        self._arguments: list[Any] = []
         self._tokens = [(segment.entry == "decode", segment.tokens) for segment in segments]
 
     def bound(self, layer: Layer, caches: Caches) -> tuple[Call, ...]:
@@ -53,6 +53,12 @@ class StepPlan:
             return (layer.bound(self.segments[0], self._arguments[0], caches),)
         pairs = zip(self.segments, self._arguments, strict=True)
         return tuple([layer.bound(segment, arguments, caches) for segment, arguments in pairs])
+
+    def renew(self) -> None:
+        """Before it is used for a later step: what the layers share of a step alone is forgotten."""
+        for arguments in self._arguments:
+            if isinstance(arguments, StepArguments):
+                arguments.renew()
 
     def attend(self, calls: Sequence[Call], query: Tensor, key: Any, value: Any) -> Tensor:
         """The output of all segments, (tokens of ``query``, heads, head size): the library's own tensor where there is
@@ -157,6 +163,7 @@ class DecoderPlans:
         plan = self._lasting.get((id(metadata.seq_lens), id(metadata.block_table)))
         if plan is None or not plan.good_for(metadata):
             return None
+        plan.renew()
         metadata.kept[self] = plan
         return plan
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from attn_flash import generation2, generation4, probe_results
+from attn_flash import generation2, generation3, generation4, probe_results
+from attn_flash.generations import MODULES
 from attn_flash.probe_results import HEAD_SIZES, ProbeResult
+from attn_flash.segments import packed_segment
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -20,6 +22,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": None},
 }
 """Feature -> what a call of generation 2 takes for it (slopes are made on the device)."""
+FEATURES3: dict[str, dict[str, Any]] = {
+    "sliding_window": {"sliding_window": 3},
+    "logits_soft_cap": {"logits_soft_cap": 20.0},
+    "sinks": {"sinks": True},
+}
+"""Feature -> what a layer of generation 3 takes for it (sinks are made on the device)."""
 
 
 def found(generation: str, device: torch.device) -> ProbeResult:
@@ -35,11 +43,13 @@ def again(generation: str, device: torch.device) -> ProbeResult:
         if generation == "2":
             lacks, synchronises = generation2_lacks(generation2.load(), device)
             made = ProbeResult(library, name, lacks=lacks, synchronises=synchronises)
-        else:
+        elif generation == "4":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler
                 _settled(device, partial(_decode4, generation4.load(), device))
             made = ProbeResult(library, name)
+        else:
+            made = ProbeResult(library, name, lacks=generation3_lacks(MODULES[generation].load(), device))
     except torch.OutOfMemoryError:  # says nothing of the library
         raise
     except Exception as error:  # whatever a library raises when it is imported or called is the finding
@@ -54,25 +64,7 @@ def generation2_lacks(functions: Any, device: torch.device) -> tuple[dict[str, s
     Everything by both functions, a decode and a prompt, whose kernels are built apart. RuntimeError where nothing
     works.
     """
-    problems = {
-        name: {size: _first_problem(functions, device, dtype, size) for size in HEAD_SIZES}
-        for name, dtype in DTYPES.items()
-    }
-    lacks = {}
-    working = [name for name in DTYPES if not all(problems[name].values())]
-    if not working:
-        raise RuntimeError(problems["bfloat16"][128])
-    for name in DTYPES.keys() - set(working):
-        lacks[f"dtype {name}"] = problems[name][128]
-    for size in HEAD_SIZES:
-        if problem := next(filter(None, (problems[name][size] for name in working)), ""):
-            lacks[f"head_size {size}"] = problem
-    sizes = [size for size in (128, 64, *HEAD_SIZES) if f"head_size {size}" not in lacks]
-    dtype, size = DTYPES[working[0]], sizes[0]
-    for feature, given in FEATURES.items():
-        for call in (_decode2, _varlen2):
-            if problem := _problem(device, partial(call, functions, device, dtype, size, **given)):
-                lacks[feature] = problem
+    lacks, dtype, size = _lacks([partial(call, functions, device) for call in (_decode2, _varlen2)], FEATURES, device)
     if "alibi" in lacks:
         lacks["alibi_standard"] = lacks["alibi"]
     try:
@@ -85,9 +77,44 @@ def generation2_lacks(functions: Any, device: torch.device) -> tuple[dict[str, s
     return lacks, False
 
 
-def _first_problem(functions: Any, device: torch.device, dtype: torch.dtype, size: int) -> str:
-    calls = (partial(call, functions, device, dtype, size) for call in (_decode2, _varlen2))
-    return next(filter(None, (_problem(device, call) for call in calls)), "")
+def generation3_lacks(library: Any, device: torch.device) -> dict[str, str]:
+    """What a build of generation 3 leaves out, with its words: asked of a decode and of a prompt. RuntimeError where
+    nothing works.
+    """
+    features = FEATURES3 if library.last(None) else {name: FEATURES3[name] for name in FEATURES3 if name != "sinks"}
+    calls = [partial(_attend3, library, device, paged) for paged in (True, False)]
+    lacks, dtype, size = _lacks(calls, features, device)
+    fp8 = partial(_attend3, library, device, True, dtype, size, cache_dtype=generation3.FP8)
+    if problem := _problem(device, fp8):
+        lacks["kv_cache_dtype fp8_e4m3"] = problem
+    return lacks
+
+
+def _lacks(
+    calls: Sequence[Callable[..., None]], features: Mapping[str, dict[str, Any]], device: torch.device
+) -> tuple[dict[str, str], torch.dtype, int]:
+    """What ``calls`` (dtype, head size, and what ``features`` give) fail with, and a dtype and a size that run."""
+
+    def first_problem(*asked: Any) -> str:
+        return next(filter(None, (_problem(device, partial(call, *asked)) for call in calls)), "")
+
+    problems = {name: {size: first_problem(dtype, size) for size in HEAD_SIZES} for name, dtype in DTYPES.items()}
+    lacks = {}
+    working = [name for name in DTYPES if not all(problems[name].values())]
+    if not working:
+        raise RuntimeError(problems["bfloat16"][128])
+    for name in DTYPES.keys() - set(working):
+        lacks[f"dtype {name}"] = problems[name][128]
+    for size in HEAD_SIZES:
+        if problem := next(filter(None, (problems[name][size] for name in working)), ""):
+            lacks[f"head_size {size}"] = problem
+    sizes = [size for size in (128, 64, *HEAD_SIZES) if f"head_size {size}" not in lacks]
+    dtype, size = DTYPES[working[0]], sizes[0]
+    for feature, given in features.items():
+        for call in calls:
+            if problem := _problem(device, partial(call, dtype, size, **given)):
+                lacks[feature] = problem
+    return lacks, dtype, size
 
 
 def _decode2(functions: Any, device: torch.device, dtype: torch.dtype, size: int, **given: Any) -> None:
@@ -101,6 +128,27 @@ def _varlen2(functions: Any, device: torch.device, dtype: torch.dtype, size: int
     query, cache, lengths, _ = _tensors(device, dtype, size, 256)
     starts, key = torch.cat((lengths.new_zeros(1), lengths // lengths)), cache[0, :1]
     functions.flash_attn_varlen_func(query[0], key, key, starts, starts, 2, 2, causal=True, **_slopes(given, device))
+
+
+def _attend3(
+    library: Any, device: torch.device, paged: bool, dtype: torch.dtype, size: int, *,
+    cache_dtype: torch.dtype | None = None, sinks: bool = False, **features: Any,
+) -> None:  # fmt: skip
+    """A token over three keys in a page, or over itself."""
+    query, cache, lengths, table = _tensors(device, dtype, size, 16)
+    starts = torch.cat((lengths.new_zeros(1), lengths // lengths))
+    given = {"sliding_window": None, "logits_soft_cap": None, **features}
+    layer = generation3.Layer(
+        library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
+        device=str(device), scales=(1.0, 1.0), **given,
+    )  # fmt: skip
+    segment = packed_segment(starts, 1, 1)
+    caches = None
+    if paged:
+        segment = segment._replace(entry="paged", max_seq_len=3, lengths=lengths, block_table=table)
+        caches = (cache.to(cache_dtype or dtype),) * 2
+    key = query[0]
+    layer.bound(segment, layer.arguments(segment), caches)(query[0], key, key)
 
 
 def _decode4(functions: Any, device: torch.device) -> None:

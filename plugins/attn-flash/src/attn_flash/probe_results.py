@@ -18,12 +18,16 @@ from pathlib import Path
 
 from attncore.kept_files import cache_folder, read_kept, write_kept
 
-DISTRIBUTIONS: Mapping[str, str] = {"2": "flash-attn", "4": "flash-attn-4"}
+DISTRIBUTIONS: Mapping[str, str] = {"2": "flash-attn", "3": "flash-attn-3", "3_vllm": "vllm", "4": "flash-attn-4"}
 """Generation -> the distribution that provides it."""
+
+GENERATIONS = ("3", "3_vllm", "4", "2")
+"""In the order in which a choice tries them."""
 
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = tuple(range(8, 257, 8))
-FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "alibi_standard")
+FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "alibi_standard", "sinks")
+CACHE_DTYPES = ("kv_cache_dtype fp8_e4m3",)
 """What calls can show a build to lack."""
 
 
@@ -62,19 +66,28 @@ def library(generation: str) -> str | None:
         return None
 
 
+_FILES = {
+    "2": ("flash_attn_2_cuda", ""),
+    "3": ("flash_attn_3", "_C*.so"),
+    "3_vllm": ("vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
+    "4": ("flash_attn", "cute/interface.py"),
+}
+"""Generation -> the module that the file is, or the package that it lies in, and where."""
+
+
 def library_file(generation: str) -> Path | None:
     """The file whose change makes findings stale; None where it is not there. Imports nothing."""
-    name = "flash_attn_2_cuda" if generation == "2" else "flash_attn"
+    name, place = _FILES[generation]
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
-    if generation == "2":
+    if not place:
         return Path(spec.origin) if spec.origin else None
-    places = [Path(place, "cute", "interface.py") for place in spec.submodule_search_locations or ()]
-    return next((place for place in places if place.exists()), None)
+    found = (file for folder in spec.submodule_search_locations or () for file in sorted(Path(folder).glob(place)))
+    return next(found, None)
 
 
 _here: dict[tuple[str, str], ProbeResult] = {}
@@ -124,7 +137,7 @@ def _credible(result: ProbeResult) -> bool:
     dtypes, sizes = {f"dtype {name}" for name in DTYPES}, {f"head_size {size}" for size in HEAD_SIZES}
     return (
         all(isinstance(text, str) and len(text) <= 1000 for text in texts)
-        and lacks.keys() <= {*dtypes, *sizes, *FEATURES}
+        and lacks.keys() <= {*dtypes, *sizes, *FEATURES, *CACHE_DTYPES}
         and not (dtypes <= lacks.keys() or sizes <= lacks.keys())  # it would run nothing, and `fails` says so
     )
 

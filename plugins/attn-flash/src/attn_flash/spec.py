@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,16 +15,30 @@ Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
 _COMMON = {
     "sliding_window", "logits_soft_cap", "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
 }  # fmt: skip
-_FEATURES = {"2": {*_COMMON, "alibi", "alibi_standard"}, "4": {*_COMMON, "sinks"}}
+_SCALES = {"kv_scales", "kv_scales_on_device", "kv_scales_per_head"}
+_FEATURES = {
+    "2": {*_COMMON, "alibi", "alibi_standard"},
+    "3": {*_COMMON, *_SCALES},
+    "3_vllm": {*_COMMON, *_SCALES, "sinks"},
+    "4": {*_COMMON, "sinks"},
+}
+_NO_SLOPES = "the kernel takes no slopes; fa2 does"
 _UNSUPPORTED = {
     "2": {
         "sinks": "the kernel has no place for them; fa4 has",
         "kv_scales": "flash-attn 2 reads caches of the query's dtype alone, float16 or bfloat16, and has no fp8",
         "tree_mask": "it takes no mask",
     },
+    "3": {
+        "alibi": _NO_SLOPES,
+        "alibi_standard": _NO_SLOPES,
+        "sinks": "the package's kernels have no place for them; vLLM's build of them has, and fa4",
+        "tree_mask": "it takes no mask",
+    },
+    "3_vllm": {"alibi": _NO_SLOPES, "alibi_standard": _NO_SLOPES, "tree_mask": "it takes no mask"},
     "4": {
-        "alibi": "the kernel takes no slopes; fa2 does",
-        "alibi_standard": "the kernel takes no slopes; fa2 does",
+        "alibi": _NO_SLOPES,
+        "alibi_standard": _NO_SLOPES,
         "kv_scales": "the kernel reads fp8 keys with fp8 queries only, and not on sm_90",
         "tree_mask": "it takes no mask",
     },
@@ -35,11 +48,26 @@ _BEFORE_FLASHINFER = (
     "on sm_90 before flashinfer: 32 layers take 28.2 ms for a prefill of 8192 and 5.3 for 64 decodes, with flashinfer "
     "56.3 and 6.0, but 1.6 for 8 decodes, with flashinfer 1.4 (one H200, 2026-11-22)"
 )
+_GENERATION3_FIRST = (
+    "fa3 on sm_90 before flashinfer: 32 layers take 27.4 ms for a prefill of 8192, 5.2 for 64 decodes, 1.5 for 8, with "
+    "flashinfer 55.9, 5.4 and 1.2, with fa4 29.2, 5.2 and 1.6 (one H200, 2026-11-26)"
+)
 _AFTER_FLASHINFER = (
     "fa2 on sm_90 after flashinfer: 32 layers take 2.3 ms for 8 decodes, 6.5 for 64, 12.1 for a mixed step, "
     "with flashinfer 1.4, 6.0 and 11.1, its plan on the host counted (one H200, 2026-11-22)"
 )
+_GENERATION3 = {
+    "devices": {"cuda:sm_90": 60},
+    "kv_cache_dtypes": {"auto", "fp8_e4m3"},
+    "block_sizes": MultipleOf(1),
+    "preferred_block_size": 16,
+    "finite_tail": True,  # a whole page is multiplied, by weights of 0 behind the last key
+    "finite_passed_blocks": True,
+    "notes": (_GENERATION3_FIRST, "over an fp8 cache queries are rounded to fp8 too, and cut off at 448"),
+}
 _PAGES = {
+    "3": _GENERATION3,
+    "3_vllm": _GENERATION3,
     "2": {
         "devices": _DEVICES | {"cuda:sm_90": 53},  # flashinfer has 55 there
         "block_sizes": MultipleOf(256),
@@ -61,13 +89,18 @@ _PAGES = {
         ),
     },
 }
-_REQUIRES = {"2": "flash-attn>=2.8,<2.9", "4": "flash-attn-4>=4.0.0b36,<5"}
+_REQUIRES = {
+    "2": "flash-attn>=2.8,<2.9",
+    "3": "flash-attn-3>=3.0.0b1,<4",
+    "3_vllm": "vllm>=0.32,<0.34",
+    "4": "flash-attn-4>=4.0.0b36,<5",
+}
 _SIZES = MultipleOf(8, 256)
 _FIX = "install another build of it, or use another backend"
 
 
 def make_spec() -> BackendSpec:
-    """Generation 4 first: where both fit, it is the faster one on the device, but for few decodes (README.md)."""
+    """In the order of ``GENERATIONS``: where several fit, the first is the fastest in the steps of README.md."""
     return BackendSpec(
         name="flash",
         api=1,
@@ -89,8 +122,12 @@ def make_spec() -> BackendSpec:
         },
         host_lengths="bounded",
         requires=("torch>=2.6",),
-        options={"generation": Option(str, "use this generation or none", choices=("2", "4"))},
-        variants=(_variant("4"), _variant("2")),
+        install={
+            "flash-attn-3": "build it from FlashAttention's sources (hopper), or install vLLM, whose wheel carries it",
+            "vllm": "install vLLM, whose wheel for CUDA carries FlashAttention 3",
+        },
+        options={"generation": Option(str, "use this generation or none", choices=("2", "3", "4"))},
+        variants=tuple(_variant(generation) for generation in probe_results.GENERATIONS),
     )  # fmt: skip
 
 
@@ -103,6 +140,8 @@ def _variant(generation: str) -> Variant:
         facts["features"] = _FEATURES[generation] - lacks.keys()
         unsupported |= {name: _left_out(found, text) for name, text in lacks.items()}
         facts["dtypes"] = [name for name in probe_results.DTYPES if name not in found.missing("dtype")]
+        if "kv_cache_dtypes" in facts:
+            facts["kv_cache_dtypes"] = facts["kv_cache_dtypes"] - found.missing("kv_cache_dtype").keys()
         if found.head_sizes:
             facts["head_sizes"] = [size for size in probe_results.HEAD_SIZES if size not in found.head_sizes]
     facts["unsupported"] = unsupported
@@ -119,13 +158,13 @@ def _check(generation: str, known: ProbeResult | None, request: AttentionRequest
     distribution = probe_results.DISTRIBUTIONS[generation]
     source = f"{distribution} {host.packages.get(distribution, '')}".strip()
     asked = request.options.get("flash", {}).get("generation")
-    if asked in ("2", "4") and asked != generation:
+    if asked in ("2", "3", "4") and asked != generation[0]:
         message = f"the options ask for generation {asked}"
-        yield Reason("option", message, asked, generation, "attn-flash", "leave options['flash']['generation'] out")
+        yield Reason("option", message, asked, generation[0], "attn-flash", "leave options['flash']['generation'] out")
     if generation == "4":
         yield from _architecture(request, host, source)
-    elif not host.packages.get("flash-attn"):
-        yield from _generation3(host)
+    elif generation.startswith("3"):
+        yield from _generation3(generation, request, host, source)
     yield from _shown(generation, known, request, host, source)
 
 
@@ -149,17 +188,24 @@ def _family(host: Host) -> int:
     return int(digits[:-1]) if host.platform == "cuda" and digits.isdigit() else 0
 
 
-def _generation3(host: Host) -> Iterator[Reason]:
-    version = host.packages.get("flash-attn-3", "")
-    if not version and not host.assumed:
-        try:
-            version = importlib.metadata.version("flash_attn_3")
-        except importlib.metadata.PackageNotFoundError:
-            return
-    if version:
-        message = f"flash_attn_3 {version} is installed; generation 3 is not supported yet"
-        fix = "install flash-attn (fa2) or flash-attn-4 (fa4)"
-        yield Reason("check", message, version, ["2", "4"], "attn-flash", fix)
+def _generation3(generation: str, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
+    if generation == "3_vllm" and not host.assumed and host.packages.get("vllm") and not _has_library(generation):
+        message = "this vLLM was installed without its library of FlashAttention 3"
+        yield Reason("check", message, None, None, source, "install vLLM's wheel for CUDA, or flash-attn-4 (fa4)")
+    if request.kv_cache_dtype == "fp8_e4m3":
+        if request.dtype != "bfloat16":
+            message = f"dtype {request.dtype}: over an fp8 cache its output is bfloat16"
+            yield Reason("dtype", message, request.dtype, ["bfloat16"], source, "ask for dtype='bfloat16'")
+        if request.head_size % 16:
+            message = f"head_size {request.head_size}: over an fp8 cache it takes multiples of 16"
+            yield Reason("head_size", message, request.head_size, None, source, "use a cache of dtype 'auto'")
+    if "sinks" in request.asked_features and request.num_heads > 64:
+        message = f"num_heads {request.num_heads}: with sinks it takes 64 at most"
+        yield Reason("check", message, request.num_heads, 64, source, "use fa4 (flash-attn-4)")
+
+
+def _has_library(generation: str) -> bool:
+    return probe_results.library_file(generation) is not None
 
 
 def _shown(

@@ -1,0 +1,193 @@
+"""FlashAttention 3 (``flash_attn_3``, Hopper): one layer's calls, by the operator that its own functions call.
+
+Its own package and vLLM's wheel (``generation3_vllm``) register it, with a few arguments of each one's own. Every call
+gives where rows start, also those of rows of one length: vLLM's build has no other form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_flash.generation2 import Call, given_caches
+from attn_flash.segments import Segment
+
+FP8 = torch.float8_e4m3fn
+MOST_ROWS = 1 << 14
+"""Of a step whose starts are counted ahead."""
+LARGEST = 448.0
+"""Beyond it a query is cut off: a conversion of torch's would make it NaN."""
+
+
+class Library(NamedTuple):
+    """The operators, and where the packages' arguments differ."""
+
+    forward: Callable[..., Any]
+    schedule: Callable[..., Tensor] | None
+    """What writes a schedule ahead; None where calls are to write their own."""
+    before_cap: tuple[Any, ...]
+    """Between the window and the soft cap."""
+    last: Callable[[Tensor | None], tuple[Any, ...]]
+    """Behind the others of ``forward``, for a layer's sinks."""
+
+
+@cache
+def _counted(device: str) -> Tensor:
+    """Where rows of one token start."""
+    return torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
+
+
+def load() -> Library:
+    """The operator of the package flash_attn_3. That its schedules may be shared by layers was not tried."""
+    import_module("flash_attn_3._C")
+    return Library(torch.ops.flash_attn_3.fwd, None, (0,), lambda sinks: ())  # 0: no chunks of attention
+
+
+class StepArguments:
+    """What the calls of a segment are given between the cache and the scales, good for all layers of a step; and the
+    schedules that those of decodes share: how rows are split among the cores, which a small kernel writes. A call that
+    is given none runs that kernel itself, as a step's first layer of a kind does: it may be the only one. (With long
+    queries nothing is split, and nothing gained.)
+
+    A layer that comes again begins another run of the step: it schedules anew, so that a graph which is captured after
+    a run to warm up holds that kernel. A later step of the same plan does so, too (``renew``).
+    """
+
+    __slots__ = ("_layers", "_schedules", "given")
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        self.given = given
+        self._schedules: dict[Any, Tensor | None] = {}
+        self._layers: set[int] = set()
+
+    def renew(self) -> None:
+        """Forget the schedules: lengths may be others."""
+        self._schedules.clear()
+        self._layers.clear()
+
+    def schedule(self, layer: int, kind: Any, made: Callable[[], Tensor]) -> Tensor | None:
+        """The schedule of layers of a kind, for one of them."""
+        if layer in self._layers:
+            self.renew()
+        self._layers.add(layer)
+        schedules = self._schedules
+        if kind not in schedules:
+            schedules[kind] = None
+            return None
+        found = schedules[kind]
+        if found is None:
+            found = schedules[kind] = made()
+        return found
+
+
+class Layer:
+    """The calls of one layer. Its members are those of ``generation2.Layer``.
+
+    ``scales``: of the keys and the values of an fp8 cache, numbers or float32 tensors on the device, (1,) or
+    (num_kv_heads,), which every call reads. Queries over such a cache are rounded to fp8, too: the kernel takes no
+    others.
+    """
+
+    together = True
+    """One call for decodes and prefills: the query heads of a group share their keys in every call."""
+    splits_by_width = False
+    """How a row's keys are split among the cores follows from its length, on the device."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        causal: bool,
+        synchronises: bool = False,
+        device: str = "cpu",
+        scales: tuple[float | Tensor, float | Tensor] | None = None,
+    ) -> None:
+        self._library, self._given_sinks = library, sinks
+        self._sinks = None if sinks is None else sinks.bfloat16()  # what the kernel takes
+        self.rows_without_keys = ("packed", "paged", "decode") if sinks is None else ()  # their logarithm is the sink's
+        left, cap = -1 if sliding_window is None else sliding_window - 1, logits_soft_cap or 0.0
+        self._window = causal, left, 0 if causal and left >= 0 else left, *library.before_cap
+        self._fixed, self._capped = (scale, *self._window, cap, True), cap > 0
+        self._last = (0, None, 0, *library.last(self._sinks))
+        # Made here, not first inside a capture, which would only record it.
+        self._one_token_each = _counted(device)
+        given = (1.0, *scales) if scales is not None else ()
+        self._scales = [torch.as_tensor(one, dtype=torch.float32, device=device).reshape(1, -1) for one in given]
+
+    def sinks_changed(self) -> None:
+        """Take over what was written to the layer's sinks, in place."""
+        if self._sinks is not None and self._given_sinks is not None:
+            self._sinks.copy_(self._given_sinks)
+
+    def arguments(self, segment: Segment, with_lse: bool = False) -> StepArguments:
+        """What the call of a segment is given, as far as all layers of a step share it."""
+        starts, rows = segment.query_starts, segment.last - segment.first
+        if segment.entry == "decode" and segment.query_len == 1 and rows <= MOST_ROWS:
+            starts = self._one_token_each[: rows + 1]  # a captured size of the list builder has none of its padding
+        elif segment.entry == "decode" and segment.start:
+            starts = starts - segment.start
+        packed = segment.entry == "packed"
+        keys = (segment.key_starts, None, None, None) if packed else (None, None, None, segment.lengths)
+        longest = max(1, segment.max_query_len), max(1, segment.max_seq_len)
+        return StepArguments((starts, *keys, *longest, None if packed else segment.block_table, *[None] * 5))
+
+    def bound(self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None) -> Call:
+        """The call of a segment. For ``decode`` it takes and gives the segment's tokens alone."""
+        call = self._call(segment, arguments, caches)
+        return lambda query, key, value: call(query, key, value)[0]
+
+    def with_lse(
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp (tokens, heads) of a segment."""
+        output, lse = self._call(segment, self.arguments(segment, True), caches)(*tensors)[:2]
+        return output, lse.transpose(0, 1)
+
+    def _call(
+        self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
+    ) -> Callable[[Tensor, Any, Any], Any]:
+        forward, given, fixed, last = self._library.forward, arguments.given, self._fixed, self._last
+        if segment.entry == "packed":
+            rest = (None, None, None, None, *given, None, None, None, *fixed, None, *last)
+            return lambda query, key, value: forward(query, key, value, *rest)
+        keys, values = given_caches(caches)
+        rows, kv_heads, fp8 = segment.last - segment.first, keys.shape[2], keys.dtype == FP8
+        scales = [one.expand(rows, kv_heads) for one in self._scales] if fp8 else [None] * 3
+        rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
+        schedule = self._scheduler(segment, keys, arguments)
+
+        def call(query: Tensor, key: Any, value: Any) -> Any:
+            written = schedule(query)
+            if fp8:
+                query = query.clamp(-LARGEST, LARGEST).to(FP8)
+            return forward(query, *rest, written, *last)
+
+        return call
+
+    def _scheduler(self, segment: Segment, keys: Tensor, arguments: StepArguments) -> Callable[[Tensor], Tensor | None]:
+        """What gives the schedule of a call over ``keys``, of a query: None where the call is to write its own."""
+        operator, mine, kind = self._library.schedule, id(self), (self._window, self._capped, keys.dtype)
+        if operator is None or segment.entry != "decode":
+            return lambda query: None
+        starts, lengths, longest_query, longest = arguments.given[0], *arguments.given[4:7]
+        # The sizes are those of the call, which makes room for as many splits as it counts from them.
+        rest = (
+            keys.dtype, lengths, starts, None, None, None, None, keys.shape[1], 0, *self._window, self._capped,
+            *self._last[:3],
+        )  # fmt: skip
+
+        def written(query: Tensor) -> Tensor:
+            (heads, size), kv_heads = query.shape[1:], keys.shape[2]
+            return operator(len(lengths), longest_query, longest, heads, kv_heads, size, size, *rest)
+
+        return lambda query: arguments.schedule(mine, kind, partial(written, query))

@@ -1,0 +1,159 @@
+"""What generation 3 has of its own: schedules that layers share, queries of fp8, sinks of bfloat16, two packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import flash_standin as standin
+import pytest
+import torch
+from attn_flash import generation3, generation3_vllm, probe, probe_results
+from attn_flash.generation3 import StepArguments
+
+from attncore.builder import InputBatch, MetadataBuilder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> standin.Generation3:
+    made: standin.Generation3 = standin.install(monkeypatch, "3_vllm", standin.Generation3())
+    return made
+
+
+class Engine:
+    """Two requests that have decoded some tokens, and layers over one cache."""
+
+    def __init__(self, windows: tuple[int | None, ...], **fields: Any) -> None:
+        self.backend = standin.create("3_vllm", **fields)
+        self.impls = [
+            self.backend.impl(f"layers.{index}", scale=0.25, sliding_window=window)
+            for index, window in enumerate(windows)
+        ]
+        self.cache = self.backend.allocate_kv_cache(32)
+        self.batch = InputBatch(max_num_reqs=4, max_model_len=256, block_size=16)
+        self.builder = MetadataBuilder(self.batch, self.backend, max_num_batched_tokens=256)
+        for index in range(2):
+            self.batch.add_request(index, [1 + 4 * index + block for block in range(4)])
+        self.run(self.builder.build({0: 20, 1: 7}))
+
+    def run(self, metadata: Any) -> None:
+        tensors = [torch.randn(metadata.num_tokens, heads, 16).bfloat16() for heads in (4, 2, 2)]
+        for impl in self.impls:
+            impl.forward(*tensors, self.cache, metadata)
+
+
+def schedules(library: standin.Generation3) -> list[Any]:
+    found = [call["scheduler_metadata"] for call in library.calls]
+    library.calls.clear()
+    return found
+
+
+def test_the_layers_of_a_decode_share_a_schedule_from_the_second_on(library: standin.Generation3) -> None:
+    engine = Engine((None,) * 4)
+    assert schedules(library) == [None] * 4  # prompts: nothing is split
+    for _ in range(3):  # the plan outlasts its step, the schedule does not: another's raises in the stand-in
+        engine.run(engine.builder.build({0: 1, 1: 1}))
+        first, second, third, fourth = schedules(library)
+        assert first is None
+        assert second is not None
+        assert third is second
+        assert fourth is second
+
+
+def test_layers_of_another_kind_have_a_schedule_of_their_own(library: standin.Generation3) -> None:
+    engine = Engine((None, 8, None, 8, None, 8))
+    schedules(library)
+    engine.run(engine.builder.build({0: 1, 1: 1}))
+    found = schedules(library)
+    assert found[:2] == [None, None]
+    assert found[4] is found[2]
+    assert found[5] is found[3]
+    assert found[3] is not found[2]
+
+
+def test_a_step_that_runs_again_is_scheduled_again(library: standin.Generation3) -> None:
+    """A graph that is captured after a run to warm up: what it holds has to write the schedule."""
+    engine = Engine((None,) * 3)
+    schedules(library)
+    metadata = engine.builder.build({0: 1, 1: 1})
+    engine.run(metadata)
+    warm = schedules(library)
+    engine.run(metadata)
+    again = schedules(library)
+    assert again[0] is None
+    assert again[1] is again[2]
+    assert again[1] is not warm[1]
+
+
+def test_a_schedule_that_is_kept_too_long_is_seen(
+    library: standin.Generation3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that the tests above are to find, planted."""
+    monkeypatch.setattr(StepArguments, "renew", lambda self: None)
+    engine = Engine((None,) * 3)
+
+    def decodes() -> None:
+        for _ in range(6):  # a builder writes its steps into several places by turns
+            engine.run(engine.builder.build({0: 1, 1: 1}))
+
+    with pytest.raises(RuntimeError, match="the schedule is of another step"):
+        decodes()
+
+
+def test_queries_over_an_fp8_cache_are_cut_off(library: standin.Generation3) -> None:
+    engine = Engine((None,), kv_cache_dtype="fp8_e4m3")
+    metadata = engine.builder.build({0: 1, 1: 1})
+    query = torch.full((2, 4, 16), 1e4).bfloat16()
+    query[1] = -1e4
+    key = torch.randn(2, 2, 16).bfloat16()
+    found = engine.impls[0].forward(query, key, key, engine.cache, metadata)
+    assert library.calls[-1]["q"].dtype == torch.float8_e4m3fn
+    assert library.calls[-1]["q"].float().unique().tolist() == [-448.0, 448.0]
+    assert found.isfinite().all()
+
+
+def test_sinks_that_are_written_to_in_place(library: standin.Generation3) -> None:
+    backend = standin.create("3_vllm", sinks=True)
+    impl = backend.impl("layers.0", scale=0.25, sinks=[1.0, 2.0, 3.0, 4.0])
+    kept = impl._layer._sinks
+    impl.set_sinks([0.5, 0.25, 0.125, 3.0])
+    assert impl._layer._sinks is kept  # a captured graph reads it
+    assert kept.tolist() == [0.5, 0.25, 0.125, 3.0]
+
+
+@pytest.mark.parametrize("sinks", [True, False], ids=["vllm", "own"])
+def test_calls_find_what_a_build_leaves_out(sinks: bool) -> None:
+    def lacks(*names: str) -> dict[str, str]:
+        return probe.generation3_lacks(standin.Generation3(names, sinks=sinks).library(), CPU)
+
+    assert lacks() == {}
+    assert lacks("sliding_window", "head_size 96").keys() == {"sliding_window", "head_size 96"}
+    assert lacks("fp8").keys() == {"kv_cache_dtype fp8_e4m3"}
+    assert lacks("sinks").keys() == ({"sinks"} if sinks else set())
+
+
+def test_the_files_of_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found without an import: a package that is imported here would end the test."""
+    files = {"3": "flash_attn_3/_C.abi3.so", "3_vllm": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"}
+    for file in files.values():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.touch()
+        (tmp_path / file.split("/")[0] / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert {name: probe_results.library_file(name) for name in files} == {
+        name: tmp_path / file for name, file in files.items()
+    }
+
+
+def test_a_vllm_without_the_library_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_results, "library_file", lambda generation: None)
+    with pytest.raises(ImportError, match="vllm is installed without its library of FlashAttention 3"):
+        generation3_vllm.load()
+
+
+def test_rows_of_one_token_start_where_they_are_counted() -> None:
+    assert generation3._counted("cpu")[:4].tolist() == [0, 1, 2, 3]
+    assert generation3._counted("cpu") is generation3._counted("cpu")
