@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
+from attncore.same_readers import same_readers
 from attncore.standard_output import copied_descriptor, named_descriptor
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class WholeFile:
                 with self._partial.open("w" if self._direct else "x") as file:
                     self._file = _text_file(file.fileno())
                 return
-            mode = stat.S_IMODE(self._path.stat().st_mode)  # what only some may read stays so, from the first moment on
+            # What only some may read stays so, from the first moment on.
             with os.fdopen(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 self._file = _text_file(file.fileno())
-            os.fchmod(self._file.fileno(), mode)
+            os.fchmod(self._file.fileno(), same_readers(self._file.fileno(), self._path))
 
     def write(self, text: str) -> None:
         if self._file is None:
