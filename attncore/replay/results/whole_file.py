@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 from contextlib import contextmanager, suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
 from attncore.same_readers import same_readers
-from attncore.standard_output import copied_descriptor, named_descriptor
+from attncore.standard_output import copied_descriptor, named_descriptor, waiting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,4 +98,4 @@ class WholeFile:
 
 def _text_file(descriptor: int) -> TextIO:
     """The file of a descriptor, by another one, which is out of reach of plugins that close those of others."""
-    return os.fdopen(copied_descriptor(descriptor), "w", encoding="utf-8")
+    return io.TextIOWrapper(waiting_file(copied_descriptor(descriptor)), encoding="utf-8")
