@@ -21,10 +21,10 @@ _SINK_MODELS = (
     "deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter",
 )  # fmt: skip
 _ENCODERS = (
-    "albert", "bert", "bert-generation", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta", "deberta-v2",
-    "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "ibert", "jina_embeddings_v3", "layoutlm",
-    "layoutlmv2", "layoutlmv3", "lilt", "luke", "markuplm", "megatron-bert", "mobilebert", "modernbert", "mpnet",
-    "neomme", "nomic_bert", "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "albert", "bert", "bert-generation", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta",
+    "deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "ibert", "jina_embeddings_v3",
+    "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "luke", "markuplm", "megatron-bert", "mobilebert", "modernbert",
+    "mpnet", "neomme", "nomic_bert", "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
     "roformer", "squeezebert", "tapas", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Models whose tokens see later ones, unless the configuration says ``is_decoder``."""

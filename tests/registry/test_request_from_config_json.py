@@ -109,6 +109,7 @@ _FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 204
         ({**_NEO, "attention_types": [[["global"], 24]]}, "sliding_window", None),
         ({**LLAMA, "model_type": "modernbert", "local_attention": 128}, "sliding_window", 65),
         ({**LLAMA, "model_type": "deberta-v2"}, "features", ("encoder",)),
+        ({**LLAMA, "model_type": "bert-generation"}, "features", ("encoder",)),
         ({**LLAMA, "model_type": "qwen2", "is_causal": False}, "features", ("encoder",)),
         ({**LLAMA, "model_type": "qwen2", "is_causal": True}, "features", None),
         (_EMBEDDING_GEMMA, "features", ("encoder",)),
