@@ -14,7 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from attncore.installed_metadata import METADATA, distribution, installed_version
+
 _HERE = Path(__file__).parents[1]
+_UNREADABLE = (importlib.metadata.PackageNotFoundError, OSError)
+"""What is raised for a distribution that is not installed, or whose metadata are no file that is read."""
 
 
 def install_extra(extra: str) -> str:
@@ -23,7 +27,7 @@ def install_extra(extra: str) -> str:
     """
     try:
         wanted = dict.fromkeys(_requirements(extra))
-    except importlib.metadata.PackageNotFoundError:
+    except _UNREADABLE:
         wanted = {}
     if not wanted:  # a checkout on PYTHONPATH, or one that was installed before it had this extra
         return f"pip install -e {shlex.quote(f'{_HERE}[{extra}]')}"
@@ -74,8 +78,8 @@ def compile_extension() -> str:
 def _required() -> list[str]:
     """What attncore requires, with that of its extras; of a checkout on PYTHONPATH, without."""
     try:
-        return importlib.metadata.requires("attncore") or []
-    except importlib.metadata.PackageNotFoundError:
+        return distribution("attncore", *METADATA).requires or []
+    except _UNREADABLE:
         try:
             import tomllib  # only a source tree that is not installed is read so
 
@@ -90,15 +94,15 @@ def _is_met(text: str) -> bool:
 
     wanted = Requirement(text)
     try:
-        return wanted.specifier.contains(importlib.metadata.version(wanted.name), prereleases=True)
-    except (importlib.metadata.PackageNotFoundError, ValueError, TypeError):  # the last two: damaged metadata
+        return wanted.specifier.contains(installed_version(wanted.name), prereleases=True)
+    except (*_UNREADABLE, ValueError, TypeError):  # the last two: damaged metadata
         return False
 
 
 def _requirements(extra: str) -> Iterator[str]:
     from packaging.requirements import Requirement
 
-    for text in importlib.metadata.requires("attncore") or ():
+    for text in distribution("attncore", *METADATA).requires or ():
         wanted = Requirement(text)
         marker = wanted.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
@@ -117,7 +121,7 @@ def _origin() -> tuple[str, bool]:
     import json  # here: most commands have nothing to install
 
     try:
-        text = importlib.metadata.distribution("attncore").read_text("direct_url.json")
+        text = distribution("attncore", "direct_url.json").read_text("direct_url.json")
         return (str(json.loads(text)["url"]) if text else ""), True
     except importlib.metadata.PackageNotFoundError:
         return "", False

@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import re
+import select
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -256,13 +257,34 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     with contextlib.suppress(OSError):  # a full disk: what is printed next says so
         stream.flush()
     return io.TextIOWrapper(
-        open(copied_descriptor(stream.fileno()), "wb"),
+        waiting_file(copied_descriptor(stream.fileno())),
         encoding=stream.encoding,
         errors=stream.errors,
         # Also of an unbuffered one (PYTHONUNBUFFERED), which has no buffer beneath it: this one has, which is filled
         # whatever ``write_through`` says, and would be written behind what the other stream has said since.
         line_buffering=stream.line_buffering or stream.write_through,
     )
+
+
+class _WaitingWriter(io.FileIO):
+    """A file whose descriptor does not wait, such as a pipe that the parent's event loop shares, written to as one that
+    does: else what its reader has not taken yet would be an error in the middle of an answer.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Its bytes, or the first of them; their number."""
+        while (count := super().write(data)) is None:
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll()
+        return count
+
+
+def waiting_file(descriptor: int) -> io.BufferedWriter:
+    """A binary file that writes to a descriptor, closes it in the end, and waits whether or not the descriptor does."""
+    if os.get_blocking(descriptor):
+        return open(descriptor, "wb")
+    return io.BufferedWriter(_WaitingWriter(descriptor, "wb"))
 
 
 def copied_descriptor(descriptor: int) -> int:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 
 from attncore._version import __version__
+from attncore.installed_metadata import installed_version
 from attncore.quoted import describe_error, one_line
 from attncore.registry.choice.installed import backends
 from attncore.registry.host.host import Host
-from attncore.registry.package_requirements import installed_version
 from attncore.show import table
 
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")

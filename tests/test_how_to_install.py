@@ -136,10 +136,10 @@ def test_what_attncore_requires_itself(installed, monkeypatch):
     assert install_required("pluggy") == "pip install 'pluggy>=1.5'"
     assert [install_required(name) for name in ("numba", "pytest", "plug", "", None)] == [""] * 5
 
-    def absent(name):
+    def absent(name, *_):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    monkeypatch.setattr(how_to_install, "distribution", absent)
     assert install_required("pluggy") == ""
     monkeypatch.setattr(how_to_install, "_HERE", ROOT)
     assert install_required("rich") == "pip install 'rich>=13'"
@@ -148,7 +148,7 @@ def test_what_attncore_requires_itself(installed, monkeypatch):
 def test_what_is_installed_is_not_asked_for_again(installed, monkeypatch):
     installed(None)
     found = {"numba": "0.61.0", "pytest": "7.0"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found[name])
+    monkeypatch.setattr(how_to_install, "installed_version", found.__getitem__)
     assert install_extra("test") == "pip install 'pytest<9,>=8'"
     found["pytest"] = "8.1"  # all are there, and something else is wrong: none is left out
     assert install_extra("test") == "pip install 'numba>=0.60' 'pytest<9,>=8'"

@@ -27,7 +27,8 @@ LAYERS = {
         "process_end",
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
         "interrupts collector vocabulary env errors show deprecated",
-        "broken_json frozen_map step_arrays did_you_mean logged palette temporary_folder _version",
+        "broken_json frozen_map step_arrays did_you_mean logged palette temporary_folder installed_metadata "
+        "same_readers _version",
         "quoted",
     ),
     "builder": (

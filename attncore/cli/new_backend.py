@@ -13,7 +13,6 @@ import re
 import secrets
 import shlex
 import shutil
-import stat
 import string
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
@@ -24,6 +23,7 @@ from attncore._version import __version__
 from attncore.json_output import print_json
 from attncore.quoted import one_line, quoted
 from attncore.registry.plugins.known_backends import KNOWN
+from attncore.same_readers import same_readers
 from attncore.show import counted
 from attncore.terminal import print_lines
 
@@ -124,7 +124,7 @@ def _render(words: dict[str, str], directory: Path, sources: list[tuple[str, Tra
         partial.mkdir(0o700)
         files = [_write(path, source, words, partial) for path, source in sources]
         # What the user has made private stays so.
-        partial.chmod(stat.S_IMODE(directory.stat().st_mode) if directory.exists() else 0o777 & ~_umask())
+        partial.chmod(same_readers(partial, directory) if directory.exists() else 0o777 & ~_umask())
         os.replace(partial, directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

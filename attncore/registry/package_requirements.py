@@ -5,27 +5,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import re
-import stat
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attncore.installed_metadata import installed_version
 from attncore.quoted import MOST, one_line, quoted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-METADATA = ("METADATA", "PKG-INFO", "")
-"""Files that a distribution's name and version are read from; the last is one that is all of its metadata."""
 _NAME = re.compile("[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 """What PEP 508 allows as the name of a distribution."""
-_MAX_BYTES = 1 << 24
-"""Bytes of a file of metadata; those of large projects have some 10,000."""
 
 
 def canonical_name(name: str) -> str:
@@ -122,28 +115,3 @@ def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> tuple[tuple[str
         except Exception:  # not installed, or its metadata cannot be read
             continue
     return tuple(found)
-
-
-def installed_version(name: str) -> str:
-    """The version of a distribution; an exception of any type where it is not installed, or cannot be read."""
-    distribution = importlib.metadata.distribution(name)
-    check_files(distribution, *METADATA)
-    return distribution.version or ""
-
-
-def check_files(distribution: importlib.metadata.Distribution, *names: str) -> None:
-    """OSError for a file of its metadata that would be read without end: no regular one, or of more than 16 MiB."""
-    place = getattr(distribution, "_path", None)
-    if not isinstance(place, Path):  # of a finder's own
-        return
-    for name in names:
-        try:
-            status = os.stat(os.path.join(place, name) if name else place)  # not below a file, where nothing is
-        except OSError:  # it has no such file
-            continue
-        if stat.S_ISDIR(status.st_mode):  # which is not read
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{name or place.name} is no regular file")
-        if status.st_size > _MAX_BYTES:
-            raise OSError(f"{name or place.name} has more than {_MAX_BYTES} bytes")

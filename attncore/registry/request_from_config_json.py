@@ -21,10 +21,11 @@ _SINK_MODELS = (
     "deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter",
 )  # fmt: skip
 _ENCODERS = (
-    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert", "ibert",
-    "jina_embeddings_v3", "layoutlm", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert",
-    "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl",
-    "xmod",
+    "albert", "bert", "bert-generation", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta",
+    "deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "ibert", "jina_embeddings_v3",
+    "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "luke", "markuplm", "megatron-bert", "mobilebert", "modernbert",
+    "mpnet", "neomme", "nomic_bert", "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "squeezebert", "tapas", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Models whose tokens see later ones, unless the configuration says ``is_decoder``."""
 _NAMES = {
@@ -39,12 +40,15 @@ _NAMES = {
 _GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
 """ChatGLM's: without the first, the second says nothing."""
 _WIDTH = ("hidden_size", "n_embd", "d_model")
+_WINDOWS = ("sliding_window", "sliding_window_size")
+_PARTS_OF_PALIGEMMA = ("gemma", "gemma2")
 _READ = (
     *_NAMES.values(),
     _WIDTH,
-    *((name,) for name in ("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "use_sliding_window")),
+    _WINDOWS,
+    *((name,) for name in ("kv_lora_rank", "qk_rope_head_dim", "use_sliding_window", "attention_window_size")),
     *((name,) for name in ("attn_config", "text_config", "model_type", "is_encoder_decoder", "multi_query")),
-    *((name,) for name in ("v_head_dim", "local_attention", "is_decoder")),
+    *((name,) for name in ("v_head_dim", "local_attention", "is_decoder", "is_causal", "use_bidirectional_attention")),
 )
 """The entries whose spelling is checked: names of the same thing together."""
 _MOST_ENTRIES = 1000
@@ -54,6 +58,24 @@ _UNKNOWN_KINDS = {
     "relative_attention_num_buckets": "scores have a learnt bias for the distance of two tokens",
 }
 """Entries of models whose attention is of another kind -> which."""
+_LEARNT = "scores have a learnt part of the distance of two tokens"
+_UNKNOWN_VALUES = (
+    ("attention_type", "block_sparse", "blocks of keys are left out"),  # BigBird
+    ("relative_attention", True, _LEARNT),  # DeBERTa
+)
+"""Entries with a value of which the same is true."""
+_UNKNOWN_MODELS = {
+    "doge": "a mask that is computed of the values hides keys",
+    "funnel": _LEARNT,
+    "led": "tokens see a window, and a few of them all",
+    "longformer": "tokens see a window, and a few of them all",
+    "mra": "scores are approximated",
+    "nystromformer": "scores are approximated",
+    "reformer": "hashes choose the keys that a token attends to",
+    "xlnet": _LEARNT,
+    "yoso": "scores are approximated",
+}
+"""The same of models that no entry tells."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
@@ -117,9 +139,14 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
 
 def _check_kind(config: Mapping[str, Any]) -> None:
     """ValueError for a model whose attention no backend has, whatever is asked of it."""
-    for name, why in _UNKNOWN_KINDS.items():
-        if _optional(config, name) is not None:
-            raise ValueError(f"config: {name}: {why}; no backend of attncore has that")
+    kind = config.get("model_type")
+    for name, value, why in (
+        *((name, None, why) for name, why in _UNKNOWN_KINDS.items() if _optional(config, name) is not None),
+        *((name, value, why) for name, value, why in _UNKNOWN_VALUES if config.get(name) == value),
+        *(("model_type", kind, why) for one, why in _UNKNOWN_MODELS.items() if one == kind),
+    ):
+        said = name if value in (None, True) else f"{name}: {value}"
+        raise ValueError(f"config: {said}: {why}; no backend of attncore has that")
 
 
 def without_attention(config: Mapping[str, Any]) -> str:
@@ -211,17 +238,31 @@ def _head_size(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether tokens see later ones: by the model's kind, or because a decoder is run so, to embed texts."""
+    if config.get("is_causal") is False or _is_gemma_of_both_directions(config):
+        return True
     return config.get("model_type") in _ENCODERS and config.get("is_decoder") is not True
+
+
+def _is_gemma_of_both_directions(config: Mapping[str, Any]) -> bool:
+    """True is said of all tokens (Gemma 3), as ``all`` is (Gemma 4), ``vision`` of those of images. Gemma 1 and 2 make
+    causal masks all the same: they have it as parts of PaliGemma, where a prompt alone is read so.
+    """
+    stated = config.get("use_bidirectional_attention")
+    return stated == "all" or (stated is True and config.get("model_type") not in _PARTS_OF_PALIGEMMA)
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
     if config.get("use_sliding_window") is False:
         return None
+    if config.get("model_type") == "recurrent_gemma":  # every layer of attention, whose type says nothing of it
+        return _optional(config, "attention_window_size")
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and not any(isinstance(kind, str) and "sliding" in kind for kind in kinds):
         return None
-    if (window := _optional(config, "sliding_window")) is not None:
-        return window
+    if (window := _optional(config, *_WINDOWS)) is not None:
+        # As a layer of Gemma passes it: of one side, the token itself included.
+        return window // 2 + 1 if _is_gemma_of_both_directions(config) else window
     match config.get("model_type"):
         case "gpt_neo":  # every second layer, unless all are said to be global
             kinds = config.get("attention_types", config.get("attention_layers", "local"))

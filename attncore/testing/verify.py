@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,8 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.input_files import parse_json
+from attncore.installed_metadata import FILES
+from attncore.installed_metadata import distribution as found_distribution
 from attncore.json_output import json_text
 from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.quoted import MAX_PART, one_line
@@ -153,10 +154,10 @@ def _modified(module: str) -> dict[str, int]:
 def _modified_of(distribution: str | None) -> dict[str, int]:
     """Those of what is installed of a distribution, modules beside that package too; {} where it does not tell."""
     try:
-        files = importlib.metadata.files(distribution or "") or ()
+        files = found_distribution(distribution or "", *FILES).files or ()
         places = {str(file): Path(str(file.locate())) for file in files if "__pycache__" not in file.parts}
         return {name: place.stat().st_mtime_ns for name, place in places.items() if place.is_file()}
-    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
+    except Exception:  # it is not installed, or its list of files is damaged, of which csv raises errors of its own
         return {}
 
 

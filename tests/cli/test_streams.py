@@ -222,6 +222,28 @@ def test_lines_come_from_a_pipe_that_does_not_wait(folder):
     assert (process.returncode, out.count(b"\n"), err) == (0, 2, b"")
 
 
+@pytest.mark.parametrize("words", [["build"], ["replay", "--metadata-only", "--save-steps", "/dev/fd/{}"]])
+def test_answers_wait_for_a_pipe_that_does_not_wait(words, folder):
+    """As a parent's event loop shares it: answers beyond what a pipe holds are whole once they are read."""
+    whole = {**SEQUENCE, "query_len": 60000, "block_table": list(range(15000))}
+    line = json.dumps({**BATCH, "groups": [{"is_prompt": True, "sequences": [whole]}]}) + "\n"
+    (folder / "long.jsonl").write_text(line * 2)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    words = [one.format(writes) for one in words]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [writes]}
+    if words == ["build"]:
+        words, streams["stdout"] = ["build", "long.jsonl"], writes
+    with started(words, folder, **streams) as process:
+        os.close(writes)
+        time.sleep(1)
+        with open(reads, "rb") as file:
+            answers = [json.loads(one) for one in file]
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
+    assert len(answers) == 2 or words[0] == "replay"
+    assert sum(len(json.dumps(one)) for one in answers) > 1 << 17  # more than a pipe holds
+
+
 @pytest.mark.parametrize("words", ["build", "replay --metadata-only -"])
 def test_standard_input_that_cannot_be_read_is_named(words, folder):
     done = subprocess.run(

@@ -125,6 +125,16 @@ def test_a_request_has_what_any_layer_of_the_group_needs():
     assert not model_request.sentences(model_request.negotiated(request))
 
 
+def test_layers_of_one_builder_have_the_same_heads():
+    """A model that drafts may have caches like those of the other, and more queries, which no plan counts then."""
+    layers = [layer(), layer(num_heads=8)]
+    with pytest.raises(ValueError, match="different heads, 4 over 2 of 16 and 8 over 2 of 16, "):
+        model_request.request_for_layers("reference", configuration(), 16, layers)
+    assert model_request.request_for_layers("reference", configuration(), 16, layers[1:]).num_heads == 8
+    asked = model_request.request_for_layers("reference", configuration(), 16, layers, of_kernel=False)
+    assert asked.num_heads == 4
+
+
 def test_blocks_of_the_allocator_are_cut_into_the_kernels():
     request = model_request.request_for_layers("reference", configuration(), 528, [layer()], of_kernel=False)
     assert (request.block_size, request.manager_block_size) == (None, 528)

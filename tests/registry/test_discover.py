@@ -8,7 +8,7 @@ from planting import SPEC
 
 from attncore.cli import main
 from attncore.errors import PluginError
-from attncore.registry.package_requirements import installed_version
+from attncore.installed_metadata import installed_version
 from attncore.registry.plugins import discover, load
 from attncore.versions import version_of
 

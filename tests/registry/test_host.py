@@ -139,6 +139,7 @@ def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
         ("nonsense", ""),
         ("MIG-12", "a"),
         (" 1 , 2 ", "bc"),
+        pytest.param("1," + "9" * 5000, "b", id="thousands of digits"),
     ],
 )
 def test_visible_devices(entries, chosen):

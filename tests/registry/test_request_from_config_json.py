@@ -71,6 +71,13 @@ def test_latent_attention_needs_no_size_of_plain_heads():
     assert (found["head_size"], found["head_size_v"]) == (512, 512)
 
 
+_EMBEDDING_GEMMA = {
+    **LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True, "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+_RECURRENT_GEMMA = {
+    **LLAMA, "model_type": "recurrent_gemma", "attention_window_size": 2048, "layer_types": ["recurrent", "attention"],
+}  # fmt: skip
 _NEO = {"model_type": "gpt_neo", "num_heads": 16, "hidden_size": 2048, "window_size": 256}
 _FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 2048, "alibi": True, "multi_query": False}
 
@@ -101,6 +108,18 @@ _FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 204
         ({**_NEO, "attention_types": [[["global", "local"], 12]]}, "sliding_window", 256),
         ({**_NEO, "attention_types": [[["global"], 24]]}, "sliding_window", None),
         ({**LLAMA, "model_type": "modernbert", "local_attention": 128}, "sliding_window", 65),
+        ({**LLAMA, "model_type": "deberta-v2"}, "features", ("encoder",)),
+        ({**LLAMA, "model_type": "bert-generation"}, "features", ("encoder",)),
+        ({**LLAMA, "model_type": "qwen2", "is_causal": False}, "features", ("encoder",)),
+        ({**LLAMA, "model_type": "qwen2", "is_causal": True}, "features", None),
+        (_EMBEDDING_GEMMA, "features", ("encoder",)),
+        (_EMBEDDING_GEMMA, "sliding_window", 257),
+        ({**_EMBEDDING_GEMMA, "use_bidirectional_attention": False}, "sliding_window", 512),
+        ({**_EMBEDDING_GEMMA, "use_bidirectional_attention": "all"}, "sliding_window", 257),
+        ({**_EMBEDDING_GEMMA, "use_bidirectional_attention": "vision"}, "features", None),
+        ({**_EMBEDDING_GEMMA, "model_type": "gemma2"}, "features", None),
+        ({**LLAMA, "model_type": "inkling_text", "sliding_window_size": 512}, "sliding_window", 512),
+        (_RECURRENT_GEMMA, "sliding_window", 2048),
     ],
 )
 def test_what_models_say_in_words_of_their_own(config, name, value):
@@ -115,10 +134,14 @@ def test_what_models_say_in_words_of_their_own(config, name, value):
     [
         ({"index_topk": 2048, "kv_lora_rank": 512}, "index_topk: an index chooses the keys"),
         ({"relative_attention_num_buckets": 32}, "relative_attention_num_buckets: scores have a learnt bias"),
+        ({"relative_attention": True}, "relative_attention: scores have a learnt part"),
+        ({"attention_type": "block_sparse"}, "attention_type: block_sparse: blocks of keys are left out"),
+        ({"model_type": "longformer"}, "model_type: longformer: tokens see a window"),
+        ({"model_type": "doge"}, "model_type: doge: a mask"),
     ],
 )
 def test_attention_that_no_backend_has_is_refused(entry, why):
-    """DeepSeek V3.2 and T5: the rest of their requests is one that backends run, and get wrong."""
+    """DeepSeek V3.2, T5, DeBERTa and others: the rest of their requests is one that backends run, and get wrong."""
     with pytest.raises(ValueError, match=f"^config: {why}.*; no backend of attncore has that$"):
         request_fields({**LLAMA, **entry})
     assert request_fields({**LLAMA, **dict.fromkeys(entry)}) == request_fields(LLAMA)

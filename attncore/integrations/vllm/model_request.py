@@ -67,6 +67,8 @@ def request_for_layers(
     """
     layers = list(layers)
     first = layers[0]
+    if of_kernel:  # vLLM's question of captured sizes is of all layers of a head size, whatever their builders
+        _check_heads(layers)
     fp8 = [layer for layer in layers if layer.scales != (1.0, 1.0)]
     return AttentionRequest(
         backend=backend,
@@ -86,6 +88,19 @@ def request_for_layers(
         max_model_len=vllm_config.model_config.max_model_len,
         **settings_of(vllm_config),
     )
+
+
+def _check_heads(layers: list[Any]) -> None:
+    """ValueError where layers of one builder differ in their heads: vLLM puts those of equal caches together, and the
+    queries say nothing of a cache. A backend plans for one number of them.
+    """
+    found = {(one.num_heads, one.num_kv_heads, one.head_size) for one in layers}
+    if len(found) > 1:
+        kinds = " and ".join(f"{heads} over {kv_heads} of {size}" for heads, kv_heads, size in sorted(found))
+        raise ValueError(
+            f"attncore: layers of one cache group have different heads, {kinds}, such as a model and one that drafts "
+            "for it; a backend plans for one kind: choose another --attention-backend for one of them"
+        )
 
 
 def negotiated(request: AttentionRequest) -> Negotiation:

@@ -22,7 +22,7 @@ def visible_devices(
             continue
         chosen: list[Accelerator] = []
         for entry in (part.strip() for part in entries.split(",")):
-            if entry.isdecimal() and int(entry) < len(left):
+            if entry.isdecimal() and len(entry) < 10 and int(entry) < len(left):  # Python reads no thousands of digits
                 chosen.append(left[int(entry)])
             elif entry.startswith("MIG-") and left:  # a slice of some device: its architecture is that of the whole
                 chosen.append(left[0])

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from attncore import env
 from attncore.did_you_mean import close_name
+from attncore.installed_metadata import METADATA, check_files
 from attncore.logged import logged
 from attncore.quoted import describe_error, listed, one_line, quoted, type_name
-from attncore.registry.package_requirements import METADATA, canonical_name, check_files
+from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason

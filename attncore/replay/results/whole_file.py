@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
-import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
-from attncore.standard_output import copied_descriptor, named_descriptor
+from attncore.same_readers import same_readers
+from attncore.standard_output import copied_descriptor, named_descriptor, waiting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,10 +55,10 @@ class WholeFile:
                 with self._partial.open("w" if self._direct else "x") as file:
                     self._file = _text_file(file.fileno())
                 return
-            mode = stat.S_IMODE(self._path.stat().st_mode)  # what only some may read stays so, from the first moment on
+            # What only some may read stays so, from the first moment on.
             with os.fdopen(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 self._file = _text_file(file.fileno())
-            os.fchmod(self._file.fileno(), mode)
+            os.fchmod(self._file.fileno(), same_readers(self._file.fileno(), self._path))
 
     def write(self, text: str) -> None:
         if self._file is None:
@@ -97,4 +98,4 @@ class WholeFile:
 
 def _text_file(descriptor: int) -> TextIO:
     """The file of a descriptor, by another one, which is out of reach of plugins that close those of others."""
-    return os.fdopen(copied_descriptor(descriptor), "w", encoding="utf-8")
+    return io.TextIOWrapper(waiting_file(copied_descriptor(descriptor)), encoding="utf-8")

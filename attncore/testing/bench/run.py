@@ -12,10 +12,10 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
+from attncore.installed_metadata import installed_version
 from attncore.json_output import json_text
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
-from attncore.registry.package_requirements import installed_version
 from attncore.show import counted
 from attncore.temporary_folder import temporary_folder
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
