@@ -1,4 +1,4 @@
-"""Who may read what takes the place of a file or a folder: nobody who could not read that.
+"""Who may read what takes the place of a file or a folder: those who could read that, and no others.
 
 A mode alone does not say so: its middle digit is of the group, and a new file has the group of the process, or of its
 folder. Where there is a list of access (POSIX ACL), that digit is what the list's entries may do at most.
@@ -16,7 +16,7 @@ _ACCESS = "system.posix_acl_access"
 
 
 def same_readers(made: int | Path, before: Path) -> int:
-    """Give ``made``, a descriptor or a folder that nobody else may read yet, the group and the list of access of
+    """Give ``made``, a descriptor or a folder that no other user may read yet, the group and the list of access of
     ``before``, which it is to replace; returns the mode to set then. Where it cannot have the group, its own may what
     others may; where it cannot have the list, none but the owner may anything.
     """

@@ -260,6 +260,10 @@ def arguments():
     add("--backends", default="flashinfer")
     add("--compile", action="store_true", help="layers of the engine's model are compiled")
     add("--theirs", default="sdpa", help="attention implementation of generate_batch")
+    add(
+        "--ways",
+        help="of generate_batch, separated by ;: defaults, graphs on, flash-attn 2, or with graphs; all if left",
+    )
     add("--requests", type=int, default=192)
     add("--concurrent", type=int, default=64)
     add("--new", type=int, default=128)
@@ -293,6 +297,8 @@ def rows_of_theirs(model, prompts, args, said):
         variants["flash-attn 2"] = {"attention": "flash_attention_2"}
         variants["flash-attn 2, graphs on"] = {"attention": "flash_attention_2", "use_cuda_graph": True}
     for name, options in variants.items():
+        if args.ways and name not in args.ways.split(";"):
+            continue
         try:
             row, outputs = theirs(model, prompts, args, name, **options)
         except Exception as error:  # its failure is a fact to report, too

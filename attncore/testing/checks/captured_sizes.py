@@ -15,6 +15,7 @@ from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
+    "test_captured_sizes_of_any_lengths",
     "test_captured_sizes_over_changing_batches",
     "test_captured_sizes_over_changing_lengths",
     "test_captured_sizes_without_writing",
@@ -41,6 +42,18 @@ def test_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens:
     """Rows that grow and shrink between 2 and 3,000 tokens from replay to replay: an older plan is wrong."""
     require_captured(attncore_subject, tokens)
     CapturedLongEngine(attncore_subject.backend(num_heads=2, num_kv_heads=1), tokens).run()
+
+
+@covers("captured sizes")
+def test_captured_sizes_of_any_lengths(attncore_subject: Subject, attncore_captured_steps: int) -> None:
+    """Rows of one token to as many as drafts make, each of its own, in one graph: for specs that say ``always``."""
+    require_captured(attncore_subject, 1 + DRAFTS)
+    if attncore_subject.form.cuda_graph != "always":
+        raise UnsupportedError("its spec declares graphs of rows of one length only")
+    engine = CapturedEngine(attncore_subject.backend(), 2 + DRAFTS, any_lengths=True)
+    for _ in range(attncore_captured_steps):
+        engine.change()
+        engine.replayed()
 
 
 @covers("captured sizes without writing")

@@ -32,7 +32,8 @@ class Graph(Protocol):
 
 
 class CapturedEngine(Engine):
-    """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph.
+    """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph; with ``any_lengths``
+    decodes of one token to that many.
 
     Requests have ``longest`` tokens at most; by default some, so that many steps are cheap. Steps are made by
     ``make_builder``, MetadataBuilder unless another is given, which takes the same.
@@ -40,10 +41,10 @@ class CapturedEngine(Engine):
 
     def __init__(
         self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[int, ...] = (), longest: int = 0,
-        make_builder: Callable[..., Any] | None = None, **engine: Any,
+        make_builder: Callable[..., Any] | None = None, any_lengths: bool = False, **engine: Any,
     ) -> None:  # fmt: skip
         super().__init__(backend, seed=seed, **engine)
-        self.tokens_each, self.sizes = tokens, sizes or CAPTURED_SIZES
+        self.tokens_each, self.sizes, self.any_lengths = tokens, sizes or CAPTURED_SIZES, any_lengths
         self.longest = longest or max(min(3 * self.block_size, self.block_size + 64), 2 * tokens + 2)
         self.builder = (make_builder or MetadataBuilder)(
             self.batch,
@@ -125,9 +126,11 @@ class CapturedEngine(Engine):
 
     def replay(self, chosen: list[Any]) -> None:
         """Run a step of these requests in their graph; compare its output and what it wrote."""
-        count = len(chosen) * self.tokens_each
-        for name in chosen:
-            self.grow(name, self.tokens_each)
+        fewest = 1 if self.any_lengths else self.tokens_each
+        scheduled = {name: int(self.random.integers(fewest, self.tokens_each + 1)) for name in chosen}
+        count = sum(scheduled.values())
+        for name, tokens in scheduled.items():
+            self.grow(name, tokens)
         # In turns: NaN in slots without a token, and in rows of padding; of both, a write of NaN would not show.
         self.junk = math.nan if self.junk == self.junk else JUNK
         self.fill_unowned()
@@ -137,18 +140,18 @@ class CapturedEngine(Engine):
             held[:count].copy_(new)
         size = min(size for size in self.sizes if size >= len(chosen))
         self.fill_padding([held[: size * self.tokens_each] for held in self.inputs], count)
-        metadata = self.builder.build(self.scheduled(dict.fromkeys(chosen, self.tokens_each)), bucket=size)
+        metadata = self.builder.build(self.scheduled(dict(scheduled)), bucket=size)
         graph, output = self.graphs[size]
         self._replay(metadata, graph)
         answer = output[:count].cpu()
         self.check_cache(before, metadata.host.slot_mapping[:count])
-        requests = [StepRequest(name, self.tokens_each, self.context(name)) for name in metadata.req_ids]
+        requests = [StepRequest(name, scheduled[name], self.context(name)) for name in metadata.req_ids]
         self.compare(answer, self.expected(fresh, requests), requests, fresh[0])
-        self._reject_drafts(chosen)
+        self._reject_drafts(scheduled)
 
-    def _reject_drafts(self, names: list[Any]) -> None:
+    def _reject_drafts(self, ran: Mapping[Any, int]) -> None:
         """Take back some of the tokens of each request's last step, never the first of them."""
-        rejected = {name: int(self.random.integers(0, self.tokens_each)) for name in names}
+        rejected = {name: int(self.random.integers(0, tokens)) for name, tokens in ran.items()}
         self.batch.rollback_many(rejected)
         for name, drafts in rejected.items():
             self.history[name] = self.history[name].first(self.context(name) - drafts)

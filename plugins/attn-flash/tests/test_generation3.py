@@ -114,6 +114,18 @@ def test_queries_over_an_fp8_cache_are_cut_off(library: standin.Generation3) -> 
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("scales", [(2.0, 0.5), ([2.0, 4.0], [0.5, 8.0])], ids=["numbers", "per_head"])
+def test_scales_are_written_to_where_a_captured_graph_reads_them(library: standin.Generation3, scales: Any) -> None:
+    engine = Engine((None,), kv_cache_dtype="fp8_e4m3")
+    (impl,) = engine.impls
+    engine.run(engine.builder.build({0: 1, 1: 1}))
+    names = ("q_descale", "k_descale", "v_descale")
+    before = [library.calls[-1][name] for name in names]
+    impl.set_scales(*(one if isinstance(one, float) else torch.tensor(one) for one in scales))
+    found = [one[0].tolist() for one in before]  # what the graph's calls were given
+    assert found == [[1.0, 1.0], *([one] * 2 if isinstance(one, float) else one for one in scales)]
+
+
 def test_sinks_that_are_written_to_in_place(library: standin.Generation3) -> None:
     backend = standin.create("3_vllm", sinks=True)
     impl = backend.impl("layers.0", scale=0.25, sinks=[1.0, 2.0, 3.0, 4.0])

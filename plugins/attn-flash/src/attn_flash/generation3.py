@@ -6,7 +6,7 @@ gives where rows start, also those of rows of one length: vLLM's build has no ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -88,9 +88,8 @@ class StepArguments:
 class Layer:
     """The calls of one layer. Its members are those of ``generation2.Layer``.
 
-    ``scales``: of the keys and the values of an fp8 cache, numbers or float32 tensors on the device, (1,) or
-    (num_kv_heads,), which every call reads. Queries over such a cache are rounded to fp8, too: the kernel takes no
-    others.
+    ``descales``: of the queries, keys and values of an fp8 cache, float32 (3, num_kv_heads) on the device, which every
+    call reads. Queries over such a cache are rounded to fp8, too: the kernel takes no others.
     """
 
     together = True
@@ -110,7 +109,7 @@ class Layer:
         causal: bool,
         synchronises: bool = False,
         device: str = "cpu",
-        scales: tuple[float | Tensor, float | Tensor] | None = None,
+        descales: Tensor | None = None,
     ) -> None:
         self._library, self._given_sinks = library, sinks
         self._sinks = None if sinks is None else sinks.bfloat16()  # what the kernel takes
@@ -121,8 +120,7 @@ class Layer:
         self._last = (0, None, 0, *library.last(self._sinks))
         # Made here, not first inside a capture, which would only record it.
         self._one_token_each = _counted(device)
-        given = (1.0, *scales) if scales is not None else ()
-        self._scales = [torch.as_tensor(one, dtype=torch.float32, device=device).reshape(1, -1) for one in given]
+        self._descales = descales
 
     def sinks_changed(self) -> None:
         """Take over what was written to the layer's sinks, in place."""
@@ -161,8 +159,10 @@ class Layer:
             rest = (None, None, None, None, *given, None, None, None, *fixed, None, *last)
             return lambda query, key, value: forward(query, key, value, *rest)
         keys, values = given_caches(caches)
-        rows, kv_heads, fp8 = segment.last - segment.first, keys.shape[2], keys.dtype == FP8
-        scales = [one.expand(rows, kv_heads) for one in self._scales] if fp8 else [None] * 3
+        rows, fp8 = segment.last - segment.first, keys.dtype == FP8
+        scales: Sequence[Tensor | None] = (None, None, None)
+        if fp8 and self._descales is not None:
+            scales = [one.expand(rows, -1) for one in self._descales]
         rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
         schedule = self._scheduler(segment, keys, arguments)
 

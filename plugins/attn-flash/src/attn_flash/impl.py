@@ -41,10 +41,16 @@ class FlashImpl(AttentionImpl):
             "sinks": backend.per_head(self.sinks),
             "causal": self.attn_type is AttentionType.DECODER,
         }
+        self._descales: Tensor | None = None  # of queries, keys and values, for each head of an fp8 cache
+        if backend.config.kv_cache_dtype.startswith("fp8"):
+            shape = 3, backend.config.num_kv_heads
+            self._descales = torch.ones(shape, dtype=torch.float32, device=backend.config.device)
+            self._fixed["descales"] = self._descales
         self._flash, self._views_of = backend, backend.kv_cache_views
-        self._layer: Layer = backend.layer(**self._fixed, **self._scales())
+        self._layer: Layer = backend.layer(**self._fixed)
         self._prefix_layer: Layer | None = None
-        self._write = CacheWriter(self.k_scale, self.v_scale)
+        self._write: CacheWriter
+        self.scales_changed()
         self._cache: Any = None
         self._views: Caches = None
         self._plans: DecoderPlans | None = None  # cross and encoder layers, which share steps with decoder layers
@@ -83,16 +89,12 @@ class FlashImpl(AttentionImpl):
         found = plan.attend(calls, query, key, value)
         return found if output is None else output.copy_(found)
 
-    def _scales(self) -> dict[str, Any]:
-        """What a layer over an fp8 cache is given beside the rest."""
-        fp8 = self._flash.config.kv_cache_dtype.startswith("fp8")
-        return {"scales": (self.k_scale, self.v_scale)} if fp8 else {}
-
     def scales_changed(self) -> None:
-        """See the base class. Scales that are tensors are read on the device by every call."""
+        """See the base class. What the calls read is written to in place, where captured graphs find it."""
         self._write = CacheWriter(self.k_scale, self.v_scale)
-        self._layer = self._flash.layer(**self._fixed, **self._scales())
-        self._prefix_layer, self._calls = None, {}
+        if self._descales is not None:
+            for held, scale in zip(self._descales[1:], (self.k_scale, self.v_scale), strict=True):
+                held.copy_(scale) if isinstance(scale, Tensor) else held.fill_(scale)
 
     def sinks_changed(self) -> None:
         """See the base class."""
@@ -125,7 +127,7 @@ class FlashImpl(AttentionImpl):
         if write:
             self._write(key, value, *caches, metadata.slot_mapping)
         if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
-            self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False}, **self._scales())
+            self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
         chosen = query.index_select(0, cascade.token_indices)
         first, first_lse = self._prefix_layer.with_lse(cascade.prefix, caches, (chosen, key, value), None)
         found, lse = self._layer.with_lse(cascade.suffix, caches, (query, key, value), None)

@@ -140,7 +140,7 @@ def _attend3(
     given = {"sliding_window": None, "logits_soft_cap": None, **features}
     layer = generation3.Layer(
         library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
-        device=str(device), scales=(1.0, 1.0), **given,
+        device=str(device), descales=torch.ones(3, 1, device=device), **given,
     )  # fmt: skip
     segment = packed_segment(starts, 1, 1)
     caches = None

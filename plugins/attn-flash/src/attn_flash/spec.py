@@ -58,6 +58,7 @@ _AFTER_FLASHINFER = (
 )
 _GENERATION3 = {
     "devices": {"cuda:sm_90": 60},
+    "cuda_graph": "always",
     "kv_cache_dtypes": {"auto", "fp8_e4m3"},
     "block_sizes": MultipleOf(1),
     "preferred_block_size": 16,
