@@ -10,6 +10,7 @@ import os
 import stat
 import zipfile
 from pathlib import Path
+from typing import Any
 
 METADATA = ("METADATA", "PKG-INFO", "")
 """Files that a distribution's name and version are read from; the last is one that is all of its metadata."""
@@ -39,7 +40,7 @@ def check_files(found: importlib.metadata.Distribution, *names: str) -> None:
     for name in names:
         if isinstance(place, Path):
             length = _length(place, name)
-        elif isinstance(place, zipfile.Path):
+        elif isinstance(getattr(place, "root", None), zipfile.ZipFile):  # zipfile.Path, or that of importlib_metadata
             length = _unpacked_length(place, name)
         else:  # of a finder's own
             return
@@ -60,9 +61,9 @@ def _length(place: Path, name: str) -> int:
     return status.st_size
 
 
-def _unpacked_length(place: zipfile.Path, name: str) -> int:
+def _unpacked_length(place: Any, name: str) -> int:
     """What a file of a zip file says that it unpacks to, beyond which it is not read; 0 where there is none."""
     try:
-        return place.root.getinfo(place.joinpath(name).at if name else place.at).file_size
+        return int(place.root.getinfo(place.joinpath(name).at if name else place.at).file_size)
     except KeyError:
         return 0

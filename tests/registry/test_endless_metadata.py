@@ -4,11 +4,12 @@ import importlib
 import os
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
 from attncore import how_to_install
-from attncore.installed_metadata import installed_version
+from attncore.installed_metadata import check_files, installed_version
 from attncore.registry.plugins import load
 from attncore.testing.verify import _modified_of
 
@@ -46,6 +47,17 @@ def test_one_in_a_zip_file_is_not_unpacked(site, tmp_path, monkeypatch, name):
         assert found["zipped"].version == ""
         with pytest.raises(OSError, match=f"^{name} has more than"):
             installed_version("attn-zipped")
+
+
+def test_a_library_that_finds_distributions_in_place_of_python(tmp_path):
+    """importlib_metadata, once something has imported it, has paths in zip files of its own."""
+    path = pytest.importorskip("zipp").Path
+    file = tmp_path / "zipped.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("zipped-1.0.dist-info/METADATA", "#" * (1 << 25))
+    found = SimpleNamespace(_path=path(file, "zipped-1.0.dist-info/"))
+    with pytest.raises(OSError, match=r"^METADATA has more than"):
+        check_files(found, "METADATA")
 
 
 def test_metadata_in_a_zip_file_are_read(site, tmp_path, monkeypatch):

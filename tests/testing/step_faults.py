@@ -21,6 +21,19 @@ return whole(query, key, value, kv_cache, changed(metadata, seq_lens=kept), outp
 """),
     ),
     Fault(
+        "takes_captured_rows_for_rows_of_one_length",
+        "test_captured_sizes_of_any_lengths",
+        "prefill of",
+        forward("""
+starts = metadata.host.query_start_loc
+if not metadata.use_cuda_graph or metadata.max_query_len < 2 or not starts[-1]:
+    return whole(query, key, value, kv_cache, metadata, output)
+even = ((np.arange(len(starts)) * starts[-1]) // (len(starts) - 1)).astype(starts.dtype)
+return whole(query, key, value, kv_cache, changed(metadata, query_start_loc=even), output)
+"""),
+        "cuda_graph='always'",
+    ),
+    Fault(
         "splits_keys_by_the_plan_of_the_first_replay",
         "test_captured_sizes_over_changing_lengths[1]",
         "; the next step is right without a graph: it is as if a plan of an earlier step was replayed",
