@@ -36,7 +36,7 @@ def installed_version(name: str) -> str:
 
 def check_files(found: importlib.metadata.Distribution, *names: str) -> None:
     """OSError for a file of its metadata that would be read without end: no regular one, or of more than 16 MiB."""
-    place = getattr(found, "_path", None)
+    place: Any = getattr(found, "_path", None)
     for name in names:
         if isinstance(place, Path):
             length = _length(place, name)
