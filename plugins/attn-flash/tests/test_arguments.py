@@ -304,6 +304,27 @@ def test_a_configuration_past_the_negotiation_is_refused_by_name(changes: dict[s
     assert str(caught.value).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "float16"}, "dtype: float16: over an fp8 cache its output is bfloat16"),
+        ({"head_size": 24}, "head_size: 24: over an fp8 cache it takes multiples of 16"),
+    ],
+    ids=str,
+)
+def test_an_fp8_cache_that_generation_3_does_not_read(
+    changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standin.install(monkeypatch, "3", standin.MADE["3"]())
+    fields = {
+        "num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "bfloat16", "block_size": 16, "variant": "fa3",
+        "kv_cache_dtype": "fp8_e4m3", "spec": make_spec(),
+    }  # fmt: skip
+    FlashBackend(BackendConfig(**fields))
+    with pytest.raises(ValueError, match=f"^{says}"):
+        FlashBackend(BackendConfig(**{**fields, **changes}))
+
+
 @pytest.mark.parametrize("generation", ["4"])
 def test_a_head_size_that_is_wrong_without_a_causal_mask(backend: Any, generation: str) -> None:
     """A cross layer past the negotiation is refused; a shared prefix is not read apart."""

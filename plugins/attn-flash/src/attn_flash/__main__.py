@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser("python -m attn_flash", description=about).parse_args(arguments)
     import torch
 
-    installed = [generation for generation in probe_results.GENERATIONS if probe_results.library(generation)]
+    installed = [generation for generation in probe_results.DISTRIBUTIONS if probe_results.library(generation)]
     if not installed or not torch.cuda.is_available():
         print(
             "no library is installed: flash-attn-4, flash-attn-3, vllm or flash-attn"

@@ -13,6 +13,7 @@ from attn_flash.cascade import CascadeStep, cascade_step
 from attn_flash.generations import MODULES, Layer
 from attn_flash.impl import FlashImpl
 from attn_flash.plan import DecoderPlans
+from attn_flash.spec import fp8_problems
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.builder import CascadeRule
 
@@ -45,6 +46,9 @@ class FlashBackend(AttentionBackend):
         for field in ("head_size", "dtype", "kv_cache_dtype"):
             value = getattr(config, field)
             self._refuse_left_out(field, f"{field} {value}", value)
+        if self.generation.startswith("3"):
+            for field, problem in fp8_problems(config.kv_cache_dtype, config.dtype, config.head_size).items():
+                raise ValueError(f"{field}: {problem}")
         self._causal_only = self.generation == "4" and config.head_size in paged_head_sizes.CAUSAL_ONLY
         self._plans = {
             (windowed, write): DecoderPlans(config.block_size, windowed=windowed, write=write)

@@ -11,7 +11,7 @@ from attncore import Host
 
 def facts(host: Host) -> dict[str, str]:
     """Name -> text. Calls what is installed, where the host has a device for it and no findings are kept."""
-    return {name: text for generation in probe_results.GENERATIONS for name, text in _of(generation, host)}
+    return {name: text for generation in probe_results.DISTRIBUTIONS for name, text in _of(generation, host)}
 
 
 def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:

@@ -18,11 +18,8 @@ from pathlib import Path
 
 from attncore.kept_files import cache_folder, read_kept, write_kept
 
-DISTRIBUTIONS: Mapping[str, str] = {"2": "flash-attn", "3": "flash-attn-3", "3_vllm": "vllm", "4": "flash-attn-4"}
-"""Generation -> the distribution that provides it."""
-
-GENERATIONS = ("3", "3_vllm", "4", "2")
-"""In the order in which a choice tries them."""
+DISTRIBUTIONS: Mapping[str, str] = {"3": "flash-attn-3", "3_vllm": "vllm", "4": "flash-attn-4", "2": "flash-attn"}
+"""Generation -> the distribution that provides it, in the order in which a choice tries them."""
 
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = tuple(range(8, 257, 8))

@@ -101,7 +101,7 @@ _FIX = "install another build of it, or use another backend"
 
 
 def make_spec() -> BackendSpec:
-    """In the order of ``GENERATIONS``: where several fit, the first is the fastest in the steps of README.md."""
+    """In the order of ``DISTRIBUTIONS``: where several fit, the first is the fastest in the steps of README.md."""
     return BackendSpec(
         name="flash",
         api=1,
@@ -128,7 +128,7 @@ def make_spec() -> BackendSpec:
             "vllm": "install vLLM, whose wheel for CUDA carries FlashAttention 3",
         },
         options={"generation": Option(str, "use this generation or none", choices=("2", "3", "4"))},
-        variants=tuple(_variant(generation) for generation in probe_results.GENERATIONS),
+        variants=tuple(_variant(generation) for generation in probe_results.DISTRIBUTIONS),
     )  # fmt: skip
 
 
@@ -193,16 +193,22 @@ def _generation3(generation: str, request: AttentionRequest, host: Host, source:
     if generation == "3_vllm" and not host.assumed and host.packages.get("vllm") and not _has_library(generation):
         message = "this vLLM was installed without its library of FlashAttention 3"
         yield Reason("check", message, None, None, source, "install vLLM's wheel for CUDA, or flash-attn-4 (fa4)")
-    if request.kv_cache_dtype == "fp8_e4m3":
-        if request.dtype != "bfloat16":
-            message = f"dtype {request.dtype}: over an fp8 cache its output is bfloat16"
-            yield Reason("dtype", message, request.dtype, ["bfloat16"], source, "ask for dtype='bfloat16'")
-        if request.head_size % 16:
-            message = f"head_size {request.head_size}: over an fp8 cache it takes multiples of 16"
-            yield Reason("head_size", message, request.head_size, None, source, "use a cache of dtype 'auto'")
+    for field, message in fp8_problems(request.kv_cache_dtype, request.dtype, request.head_size).items():
+        fix = "use a cache of dtype 'auto'"
+        yield Reason(field, f"{field} {message}", getattr(request, field), None, source, fix)
     if "sinks" in request.asked_features and request.num_heads > 64:
         message = f"num_heads {request.num_heads}: with sinks it takes 64 at most"
         yield Reason("check", message, request.num_heads, 64, source, "use fa4 (flash-attn-4)")
+
+
+def fp8_problems(kv_cache_dtype: str, dtype: str, head_size: int) -> dict[str, str]:
+    """Why generation 3 does not run over an fp8 cache: field -> what was found, and what it takes. Empty for others."""
+    found = {}
+    if kv_cache_dtype == "fp8_e4m3" and dtype != "bfloat16":
+        found["dtype"] = f"{dtype}: over an fp8 cache its output is bfloat16"
+    if kv_cache_dtype == "fp8_e4m3" and head_size % 16:
+        found["head_size"] = f"{head_size}: over an fp8 cache it takes multiples of 16"
+    return found
 
 
 def _has_library(generation: str) -> bool:
@@ -228,6 +234,6 @@ def _shown(
         yield Reason("check", message, request.head_size, None, source, _FIX)
     if known == found:  # the spec has the rest of it
         return
-    for name, text in {**found.missing("dtype"), **found.missing("")}.items():
-        if name in (request.dtype, *request.asked_features):
+    for name, text in {**found.missing("dtype"), **found.missing("kv_cache_dtype"), **found.missing("")}.items():
+        if name in (request.dtype, request.kv_cache_dtype, *request.asked_features):
             yield Reason("check", f"{name}: {_left_out(found, text)}", name, None, source, _FIX)
