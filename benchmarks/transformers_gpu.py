@@ -10,8 +10,9 @@ the code without a GPU; its figures mean nothing. Exit code 1 where a goal is mi
 
 Of attncore a step's share counts the build without the library's plan and the engine's own fields, ``metadata.replay``
 without the launch of the graph, what the batch is told (requests that come and go, blocks), and entering and leaving
-``attncore_context``. What it does not count: in steps that run no graph (``eager_steps``), each layer's way from the
-model to ``impl.forward`` and the Python around the library's calls there, which cannot be told apart from them.
+``attncore_context``. What it does not count: in steps with prefills, of which ``eager_steps`` run in no graph at all,
+each layer's way from the model, or from a graph, to ``impl.forward`` and the Python around the library's calls there,
+which cannot be told apart from them.
 
 Host time a step, on both sides: ``prepare_us_a_step`` is the scheduler and everything until the model may run (ours
 with the plan), ``update_us_a_step`` the bookkeeping of its tokens; in that of ``generate_batch``, which may run ahead
@@ -120,7 +121,7 @@ class Timed(example.Engine):
         }
 
     def _forward(self, metadata):
-        self.eager_steps += 1
+        self.eager_steps += not any(mixed.holds(metadata) for mixed in self.mixed)
         return super()._forward(metadata)
 
     def _launch(self, run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,6 +21,7 @@ from attncore import AttentionRequest, AttentionType, InputBatch, KVCacheGroup, 
 from attncore.arguments import integer, optional_integer
 from attncore.builder import ContextParallel
 from attncore.did_you_mean import did_you_mean
+from attncore.errors import CaptureError
 from attncore.graphs import capturing, launch, new_graph
 from attncore.integrations.transformers import (
     attention_layers,
@@ -52,20 +54,26 @@ def default_graph_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in (1, 2, 4, *range(8, most, 8)) if size < most), most)
 
 
+def default_mixed_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of tokens that steps with prefills are padded to, ``most`` the largest; less than half is padding."""
+    return (*(size for k in range(6, most.bit_length()) for size in (1 << k, 3 << k - 1) if size < most), most)
+
+
 class Worker:
     """A model, its caches, the batch and builder of its steps, and the graphs that run them.
 
     ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
-    steps are padded to, and captured but for their attention. ``threads`` are torch's on a CPU. ``compile``: whether
-    layers are compiled, or options of torch.compile. Layers of latent attention have latent caches.
-    ``interleave``: where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to
-    each in turn. ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
+    steps are padded to, and captured but for their attention. Both are chosen on a GPU where they are None; (): none.
+    ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile. Layers of
+    latent attention have latent caches. ``interleave``: where not 0, the ranks of torch.distributed share out the keys
+    of every request, so many tokens to each in turn. ``wanted`` are further fields of an AttentionRequest, such as
+    ``backend`` and ``block_size``."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None,
-        mixed_sizes: tuple[int, ...] = (), seed: int = 0, threads: int = 1, ahead: int = 8, transport: str = "auto",
-        interleave: int = 0, compile: bool | dict[str, Any] = False,  # noqa: A002
+        mixed_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1, ahead: int = 8,
+        transport: str = "auto", interleave: int = 0, compile: bool | dict[str, Any] = False,  # noqa: A002
         **wanted: Any,
     ) -> None:  # fmt: skip
         if not callable(getattr(model, "eval", None)):
@@ -125,8 +133,7 @@ class Worker:
                 compile_layers(model, self.caches, **({} if compile is True else compile))
         self.mixed: list[MixedSteps] = []
         self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
-        for size in sorted({min(size, max_num_batched_tokens) for size in mixed_sizes}, reverse=True):
-            self.mixed.append(MixedSteps(self, size, min(size, max_num_reqs)))
+        self._capture_mixed(mixed_sizes)
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
     def close(self) -> None:
@@ -203,6 +210,19 @@ class Worker:
             launch(self._run, metadata)
             launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
         return graph
+
+    def _capture_mixed(self, sizes: tuple[int, ...] | None) -> None:
+        most = self.builder.max_num_batched_tokens
+        chosen = default_mixed_sizes(most) if self.graphs and self.device.startswith("cuda") else ()
+        wanted = chosen if sizes is None else sizes
+        for size in sorted({min(size, most) for size in wanted}, reverse=True):
+            try:
+                self.mixed.append(MixedSteps(self, size, min(size, self.batch.max_num_reqs)))
+            except (ValueError, CaptureError) as error:
+                if sizes is not None:
+                    raise
+                logging.getLogger(__name__).info("steps with prefills run eagerly: %s", error)
+                break
 
     def _can_run_ahead(self) -> bool:
         """Whether the device can make the next step by itself; not where the host has to plan each."""
