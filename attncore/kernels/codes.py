@@ -22,6 +22,8 @@ STARTS_NOT_AT_0, STARTS_FALL, TOO_SHORT, BEYOND_TABLE, TOO_FEW_SLOTS, SLOTS_NOT_
 NO_TOKENS, GIVEN_TOKENS = 20, 21
 """Of a step: a column has no values for tokens that a row runs; of steps ahead, it has some that only the host knows.
 """
+BEYOND_SIZE = 22
+"""Of a step that is padded to a captured size: it has more tokens."""
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80

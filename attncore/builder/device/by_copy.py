@@ -26,6 +26,7 @@ from attncore.kernels.codes import HEADER_COUNTS, HEADER_RUNNING, RECEIPT_AHEAD,
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity, Views
+    from attncore.builder.device.captured_sizes import Bucket
     from attncore.builder.device.tables import HostTable
 
 JOURNAL_ENTRIES = 4096
@@ -187,7 +188,7 @@ class CopyTransport:
     def release(self, shape: Any) -> None:
         """Called when the graph that was captured over a StepShape was destroyed."""
 
-    def recorded(self) -> list[int]:
+    def recorded(self) -> list[Bucket]:
         """The captured sizes whose graphs fetch their steps from the arenas."""
         return []
 

@@ -18,6 +18,7 @@ import torch
 
 from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
+from attncore.builder.device.captured_sizes import ascending, of_size
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
 from attncore.kernels.codes import (
@@ -28,10 +29,10 @@ from attncore.kernels.codes import (
     RECEIPT_LAUNCHED,
     launch_word,
 )
-from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
+    from attncore.builder.device.captured_sizes import Bucket
     from attncore.builder.device.tables import HostTable
 
 DEADLINE, TICKET_DEADLINE = 2.0, 0.05
@@ -151,7 +152,7 @@ class GraphTransport(CopyTransport):
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
         if not self._sender.pending_shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {counted(self._sender.pending_shape.num_reqs, 'request')} does not fetch its "
+                f"replay: the graph of {of_size(self._sender.pending_shape.bucket)} does not fetch its "
                 "metadata; call metadata.record() first inside its capture"
             )
         launched = False
@@ -177,7 +178,7 @@ class GraphTransport(CopyTransport):
     def replay_ahead(self, step: int, shape: Any, done: int, count: int, graph: Any) -> None:
         if not shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {counted(shape.num_reqs, 'request')} does not fetch its metadata; call "
+                f"replay: the graph of {of_size(shape.bucket)} does not fetch its metadata; call "
                 "metadata.record() first inside its capture"
             )
         launched, target = False, self._sender.launched_before + done + count - 1
@@ -217,8 +218,8 @@ class GraphTransport(CopyTransport):
         shape.recorded = False
         self._recorded_shapes = [other for other in self._recorded_shapes if other is not shape]
 
-    def recorded(self) -> list[int]:
-        return sorted(shape.num_reqs for shape in self._recorded_shapes)
+    def recorded(self) -> list[Bucket]:
+        return sorted((shape.bucket for shape in self._recorded_shapes), key=ascending)
 
     def take_back(self, step: int) -> None:
         """Also makes the device expect ``step`` again, where its nodes have read it."""
@@ -241,7 +242,7 @@ class GraphTransport(CopyTransport):
         if self.pending >= 0:
             raise CaptureError(
                 f"build: step {self.pending} was built for a graph of "
-                f"{counted(self._sender.pending_shape.num_reqs, 'request')} "
+                f"{of_size(self._sender.pending_shape.bucket)} "
                 "and not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 

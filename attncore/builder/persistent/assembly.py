@@ -24,6 +24,7 @@ from attncore.kernels import codes
 if TYPE_CHECKING:
     from attncore.builder.blocks.context_parallel import ContextParallel
     from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.device.captured_sizes import Bucket
     from attncore.builder.persistent.batch_core import BatchCore
     from attncore.builder.persistent.engine_fields import EngineFields
     from attncore.builder.persistent.group_backends import Backends
@@ -150,7 +151,7 @@ class Assembly:
         self.plan_and_send(step_shape, metadata)
         return metadata
 
-    def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
+    def build_empty(self, bucket: Bucket, *, capturing: bool) -> StepMetadata:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
         if self.overlap is not None:
@@ -216,15 +217,15 @@ class Assembly:
             core.undo.append((self.overlap.restore, *self.overlap.steps))
             self.overlap.remember(metadata, dummy=dummy)
 
-    def keep_size(self, num_reqs: int, shape: Any) -> None:
+    def keep_size(self, bucket: Bucket, shape: Any) -> None:
         """Makes ``shape`` that of a captured size."""
-        self.shapes.captured[num_reqs] = shape
-        self.kernel.add_shape(shape)
+        self.shapes.captured[bucket] = shape
+        self.kernel.add_shape(bucket, shape)
 
-    def drop_size(self, num_reqs: int) -> None:
+    def drop_size(self, bucket: Bucket) -> None:
         """Makes a size no captured one, where it is one."""
-        self.kernel.drop_shape(num_reqs)
-        self.shapes.captured.drop(num_reqs)
+        self.kernel.drop_shape(bucket)
+        self.shapes.captured.drop(bucket)
 
     def refuse_closed(self) -> None:
         """AttncoreError after the builder's ``close``."""

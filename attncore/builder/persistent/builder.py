@@ -11,6 +11,7 @@ import numpy as np
 
 from attncore import arguments, env
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.device.captured_sizes import of_size
 from attncore.builder.device.transport import sends
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -199,8 +200,9 @@ class MetadataBuilder(RunsAhead, Uncopied):
         return self._assembly.nbytes
 
     @property
-    def captured(self) -> tuple[int, ...]:
-        """The captured sizes, ascending: numbers of requests that ``capture`` was called with."""
+    def captured(self) -> tuple[Any, ...]:
+        """The captured sizes, ascending: numbers of requests that ``capture`` was called with; last, pairs of requests
+        and tokens, where it was given these."""
         self._core.settle()
         return self._assembly.shapes.captured.sizes()
 
@@ -209,15 +211,15 @@ class MetadataBuilder(RunsAhead, Uncopied):
         scheduled: Mapping[Any, int] = _ALL_REQUESTS,
         *,
         query_len: int = 1,
-        bucket: int | None = None,
+        bucket: int | tuple[int, int] | None = None,
         overlapped: bool = False,
         trees: Mapping[Any, Any] | None = None,
     ) -> StepMetadata:
         """Builds the metadata of the next step and advances every request by the tokens that it runs.
 
         ``scheduled`` maps requests to their tokens in this step; requests that it does not name run ``query_len``
-        tokens, and those with 0 have no row. ``bucket``, one of ``captured``, pads the step to that many requests, for
-        the replay of a graph. ``overlapped``: the last step may still run, so that lengths on the host are upper bounds
+        tokens, and those with 0 have no row. ``bucket``, one of ``captured``, pads the step to that size, for the
+        replay of a graph. ``overlapped``: the last step may still run, so that lengths on the host are upper bounds
         (needs ``num_rejected``). The backend's ``plan`` runs before the metadata is returned.
 
         ``trees`` (needs ``draft_trees``) maps requests to the parents of their drafts, integers in one row: the index
@@ -288,33 +290,39 @@ class MetadataBuilder(RunsAhead, Uncopied):
         with self._core.enter():
             return self.batch._answer(self._trees.keep(paths))
 
-    def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
+    def capture(self, num_reqs: int, query_len: int = 1, *, num_tokens: int | None = None) -> StepMetadata:
         """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.
 
         Its arrays lie at the fixed addresses that every later step of ``bucket=num_reqs`` has, and its ``max_seq_len``
         is the largest possible. It is planned like any step. Call it before the capture begins; a second call for a
         captured size returns the same metadata. Raises ValueError beyond the builder's capacity or the backend's
         ``cuda_graph`` level.
+
+        With ``num_tokens`` rows have any lengths, prompts and chunks of them too, and that many tokens in all; later
+        steps have ``bucket=(num_reqs, num_tokens)``. This needs a backend whose level is ``always``, and a batch
+        without groups of states. Such a step's ``max_query_len`` is ``num_tokens``, and it counts no prefills.
         """
         num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         query_len = arguments.integer("query_len", query_len, 1)
+        num_tokens = arguments.optional_integer("num_tokens", num_tokens, 1)
         self._refuse_while_capturing("capture")
-        check_captured_size(num_reqs, query_len, self._core.max_num_reqs, self._settings)
+        check_captured_size(num_reqs, query_len, num_tokens, self._core.max_num_reqs, self._settings)
         assembly = self._assembly
+        bucket = num_reqs if num_tokens is None else (num_reqs, num_tokens)
         with self._core.enter():
-            if num_reqs not in assembly.shapes.captured:
-                self._core.undo.append((assembly.drop_size, num_reqs))
-            assembly.kernel.add_shape(assembly.shapes.capture(num_reqs, query_len))
-            metadata = assembly.build_empty(num_reqs, capturing=True)
+            if bucket not in assembly.shapes.captured:
+                self._core.undo.append((assembly.drop_size, bucket))
+            assembly.kernel.add_shape(bucket, assembly.shapes.capture(num_reqs, query_len, num_tokens))
+            metadata = assembly.build_empty(bucket, capturing=True)
             on_cpu = self._backends.device.startswith("cpu")
             return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
 
-    def build_empty(self, bucket: int) -> StepMetadata:
+    def build_empty(self, bucket: int | tuple[int, int]) -> StepMetadata:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
-        num_reqs = self._assembly.shapes.find(bucket).num_reqs
+        bucket = self._assembly.shapes.find(bucket).bucket
         with self._core.enter():
-            return self._answer(self._assembly.build_empty(num_reqs, capturing=False))
+            return self._answer(self._assembly.build_empty(bucket, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
         """Metadata of a profiling run, before the cache exists: requests of ``query_lens`` tokens without blocks.
@@ -362,14 +370,15 @@ class MetadataBuilder(RunsAhead, Uncopied):
             if replaced.side is not None:
                 replaced.side.close()  # no graph reads its memory
 
-    def release(self, num_reqs: int) -> None:
-        """Releases a size whose graph was destroyed: it may be captured again. CaptureError where a step waits."""
+    def release(self, num_reqs: int | tuple[int, int]) -> None:
+        """Releases a size, one of ``captured``, whose graph was destroyed: it may be captured again. CaptureError where
+        a step waits."""
         assembly = self._assembly
         with self._core.enter():
             shape = assembly.shapes.find_released(num_reqs)
             refuse_unfinished(assembly, shape)
-            self._core.undo.append((assembly.keep_size, shape.num_reqs, shape))
-            assembly.drop_size(shape.num_reqs)
+            self._core.undo.append((assembly.keep_size, shape.bucket, shape))
+            assembly.drop_size(shape.bucket)
             if assembly.side is not None:
                 assembly.side.release(shape)
 
@@ -387,8 +396,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
                 sizes = assembly.side.recorded()
                 if sizes:
                     raise CaptureError(
-                        f"close: graphs of {', '.join(map(str, sizes))} requests read the arenas; destroy them and "
-                        "call builder.release(size) for each"
+                        f"close: graphs of {', '.join(map(of_size, sizes))} read the arenas; destroy them and call "
+                        "builder.release(size) for each"
                     )
                 if assembly.ahead is not None:
                     assembly.ahead.stop_inside()

@@ -94,6 +94,10 @@ def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens:
     name, each = f"bucket: {counted(shape.num_reqs, 'row')}", shape.query_len
     if code == codes.TOO_MANY_ROWS:
         return ValueError(f"{name} captured, but this step has {counted(count, 'request')}; choose a larger one")
+    if code == codes.BEYOND_SIZE:
+        return ValueError(
+            f"bucket: {counted(shape.num_tokens, 'token')} captured, but this step has {count}; choose a larger one"
+        )
     if code == codes.TOO_MANY_SEQ_TOKENS:
         return ValueError(
             f"{name}, the padded ones included, have lengths whose sum does not fit int32; schedule fewer "

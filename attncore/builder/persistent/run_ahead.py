@@ -91,6 +91,8 @@ def _check_can_run_ahead(assembly: Assembly, shape: Any) -> CopyTransport:
         raise ValueError("run_ahead: not with ticket=True; the builder has to see each replay (steps.replay)")
     if assembly.settings.context_parallel is not None:
         raise ValueError("run_ahead: not with context_parallel; which rank keeps a token is decided on the host")
+    if isinstance(shape.bucket, tuple):
+        raise ValueError(f"bucket: {shape.bucket} captured for rows of any lengths; steps ahead run one token of each")
     if shape.query_len != 1:
         raise ValueError(
             f"bucket: {counted(shape.num_reqs, 'row')} captured with {counted(shape.query_len, 'token')} each; steps "

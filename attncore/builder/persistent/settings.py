@@ -80,8 +80,23 @@ def check_states(states: Collection[str], settings: Settings, takes_verdicts: bo
         raise ValueError(f"context_parallel: group {name!r} holds states; ranks share out whole contexts only")
 
 
-def check_captured_size(num_reqs: int, query_len: int, max_num_reqs: int, settings: Settings) -> None:
+def check_captured_size(
+    num_reqs: int, query_len: int, num_tokens: int | None, max_num_reqs: int, settings: Settings
+) -> None:
     """ValueError where a size that is to be captured is beyond the builder's capacity."""
+    if num_tokens is not None:
+        if query_len != 1:
+            raise ValueError(
+                f"num_tokens: {num_tokens} given beside query_len {query_len}; rows have any lengths then: give one"
+            )
+        if settings.context_parallel is not None:
+            raise ValueError(
+                f"num_tokens: {num_tokens}, but ranks share out the contexts (context_parallel); capture decodes alone"
+            )
+        if num_tokens > settings.max_num_batched_tokens:
+            raise ValueError(
+                f"num_tokens: {num_tokens} exceed max_num_batched_tokens {settings.max_num_batched_tokens}"
+            )
     if query_len > settings.decode_threshold:
         raise ValueError(
             f"query_len: {query_len} is above decode_threshold {settings.decode_threshold}; graphs hold decodes only"

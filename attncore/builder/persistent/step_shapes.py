@@ -9,7 +9,7 @@ import numpy as np
 
 from attncore import arguments
 from attncore.builder.device.arena import ArenaRing, Capacity, Views
-from attncore.builder.device.captured_sizes import CapturedSizes
+from attncore.builder.device.captured_sizes import Bucket, CapturedSizes, of_size
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
 from attncore.builder.persistent.columns import Column, fill_from
 from attncore.builder.persistent.group_backends import Backends
@@ -33,6 +33,19 @@ _KEPT_BY_CAPTURE = (
     "req_ids",
     "moves",
 )
+
+
+def checked_bucket(name: str, value: Any) -> Bucket:
+    """What a captured size is known by, as ints; TypeError or ValueError that begins with ``name``."""
+    if not isinstance(value, tuple):
+        return arguments.integer(name, value, 1)
+    if len(value) != 2:
+        raise ValueError(f"{name}: a tuple of {len(value)} found; give (num_reqs, num_tokens), or the requests alone")
+    return arguments.integer(name, value[0], 1), arguments.integer(name, value[1], 1)
+
+
+def _capture_of(bucket: Bucket) -> str:
+    return f"capture({bucket[0]}, num_tokens={bucket[1]})" if isinstance(bucket, tuple) else f"capture({bucket})"
 
 
 class _CapturedArena:
@@ -76,7 +89,7 @@ class StepShapes:
         self._columns = columns
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
-        self._at_capture: dict[int, StepMetadata] = {}
+        self._at_capture: dict[Bucket, StepMetadata] = {}
         self.by_bits: list[Any] = []
         """On a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()."""
 
@@ -111,28 +124,30 @@ class StepShapes:
             bits = (most.num_tokens - 1).bit_length()
             self.by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
 
-    def find(self, bucket: int) -> Any:
+    def find(self, bucket: Any) -> Any:
         """The StepShape of a captured size; CaptureError where it was not captured."""
-        bucket = arguments.integer("bucket", bucket, 1)
+        bucket = checked_bucket("bucket", bucket)
         shape = self.captured.get(bucket)
         if shape is None:
             self.captured.refuse(
                 f"bucket: {bucket}",
-                f"call builder.capture({bucket}) at start-up, or build without a bucket and run the step without a "
+                f"call builder.{_capture_of(bucket)} at start-up, or build without a bucket and run the step without a "
                 "graph",
             )
         return shape
 
-    def find_released(self, num_reqs: int) -> Any:
+    def find_released(self, bucket: Any) -> Any:
         """The StepShape of a captured size that is to be released; CaptureError where it was not captured."""
-        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
-        shape = self.captured.get(num_reqs)
+        bucket = checked_bucket("num_reqs", bucket)
+        shape = self.captured.get(bucket)
         if shape is None:
-            self.captured.refuse(f"num_reqs: {num_reqs}", "there is nothing to release")
+            self.captured.refuse(f"num_reqs: {bucket}", "there is nothing to release")
         return shape
 
-    def capture(self, num_reqs: int, query_len: int) -> Any:
+    def capture(self, num_reqs: int, query_len: int, num_tokens: int | None = None) -> Any:
         """The StepShape of a size to capture; ValueError where a backend does not capture such steps."""
+        if num_tokens is not None:
+            return self._capture_tokens(num_reqs, num_tokens)
         known = self.captured.get(num_reqs)
         if known is not None:
             if known.query_len != query_len:
@@ -148,8 +163,34 @@ class StepShapes:
         if query_len > 1 and level == "uniform_decode":
             raise ValueError(f"query_len: {query_len}, but backend {name!r} captures decodes of one token only")
         capacity = Capacity(num_reqs * query_len, num_reqs, 0)
-        shape = self._make(capacity, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always")
+        shape = self._make(capacity, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always", 0)
         self.captured[num_reqs] = shape
+        shape.bucket = num_reqs
+        return shape
+
+    def _capture_tokens(self, num_reqs: int, num_tokens: int) -> Any:
+        """The StepShape of ``num_reqs`` rows that have so many tokens in all, each of any length."""
+        bucket = num_reqs, num_tokens
+        known = self.captured.get(bucket)
+        if known is not None:
+            return known
+        level, name = self._backends.graph_level()
+        if level != "always":
+            raise ValueError(
+                f"num_tokens: {num_tokens}, but backend {name!r} captures "
+                + ("nothing" if level == "never" else "rows of one length alone")
+                + f' (cuda_graph="{level}"); capture decodes, or run the step without a graph'
+            )
+        if self._core.states:
+            raise ValueError(
+                f"num_tokens: {num_tokens}, but group {next(iter(self._core.states))!r} holds states, which recurrent "
+                "layers advance request by request; capture decodes alone"
+            )
+        capacity = Capacity(num_tokens, num_reqs, 0)
+        pad_seq_len = self._backends.pad_seq_len
+        shape = self._make(capacity, True, num_reqs, num_tokens, pad_seq_len, False, num_tokens)
+        self.captured[bucket] = shape
+        shape.bucket = bucket
         return shape
 
     def holding(self, arena: Any) -> Any:
@@ -162,18 +203,18 @@ class StepShapes:
 
     def of(self, metadata: StepMetadata) -> Any:
         """The StepShape of a padded step; CaptureError where its size was released, and perhaps captured again."""
-        shape = self.captured.get(metadata.num_reqs)
-        instead = f"builder.capture({metadata.num_reqs}) gives metadata of it"
-        if shape is None:
-            self.captured.refuse(f"metadata: its size of {counted(metadata.num_reqs, 'request')}", instead)
         own: Any = metadata._arena
         own = own.original if isinstance(own, _CapturedArena) else own
-        if not any(own is arena for arena in shape.arenas):
-            raise CaptureError(
-                f"metadata: its size of {counted(metadata.num_reqs, 'request')} was released and captured again; "
-                f"{instead}"
-            )
-        return shape
+        for shape in self.captured.entries():
+            if any(own is arena for arena in shape.arenas):
+                return shape
+        bucket: Any = metadata.num_reqs
+        if metadata.num_tokens == metadata.max_query_len > metadata.num_reqs:  # rows of any lengths
+            bucket = bucket, metadata.num_tokens
+        gone = "released and captured again" if bucket in self.captured else "not captured"
+        raise CaptureError(
+            f"metadata: its size of {of_size(bucket)} was {gone}; builder.{_capture_of(bucket)} gives metadata of it"
+        )
 
     def at_capture(self, metadata: StepMetadata) -> StepMetadata:
         """A captured size's ``metadata`` for a stand-in graph on the CPU: it keeps the counts of the capture.
@@ -188,22 +229,22 @@ class StepShapes:
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
         )
         arena = _CapturedArena(metadata._arena, shape, self._core.state, self._owner)
-        kept = self._at_capture[metadata.num_reqs] = step_metadata(
+        kept = self._at_capture[shape.bucket] = step_metadata(
             arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
             padded=True, classes=CLASSES_AT_CAPTURE,
         )  # fmt: skip
         return kept
 
-    def forget_captured(self, num_reqs: int) -> None:
+    def forget_captured(self, bucket: Bucket) -> None:
         """Drops what a stand-in graph on the CPU keeps of its step, where the device has advanced that by itself."""
-        if num_reqs in self._at_capture:
-            self._at_capture[num_reqs].forget_step()
+        if bucket in self._at_capture:
+            self._at_capture[bucket].forget_step()
 
     def _make(self, capacity: Capacity, pads: bool = False, *padding: Any) -> Any:
         """Makes a StepShape.
 
-        ``padding`` is the number of rows, the tokens of each, the ``seq_lens`` of padded rows, and whether every
-        request must run that many tokens.
+        ``padding`` is the number of rows, the tokens of each, the ``seq_lens`` of padded rows, whether every request
+        must run that many tokens, and how many they run in all.
         """
         core, ring, side = self._core, self._ring, self._side
         has_cross, extra = core.cross is not None, self._extra()

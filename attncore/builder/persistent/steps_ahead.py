@@ -71,7 +71,7 @@ class StepsAhead(Uncopied):
         """
         assembly = self._assembly
         if self._launch is not None and self._launch(self, graph, count):
-            assembly.shapes.forget_captured(self._shape.num_reqs)
+            assembly.shapes.forget_captured(self._shape.bucket)
             return
         count = arguments.integer("count", count, 1)
         assembly.check_replay(self._metadata, graph)
@@ -89,7 +89,7 @@ class StepsAhead(Uncopied):
         self._launched += count
         if not self.left:
             self._side.end_ahead()
-        assembly.shapes.forget_captured(self._shape.num_reqs)
+        assembly.shapes.forget_captured(self._shape.bucket)
 
     def stop(self) -> int:
         """Gives back what was not replayed, as if fewer steps had been asked for; returns how many ran.

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncore.builder.device.captured_sizes import of_size
 from attncore.errors import CaptureError
 from attncore.kernels import codes
-from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -90,6 +90,6 @@ def refuse_unfinished(assembly: Any, shape: Any) -> None:
         return
     if (side.pending >= 0 and side.pending_shape is shape) or (ahead is not None and ahead.waits_for(shape)):
         raise CaptureError(
-            f"release: step {assembly.last_step} of {counted(shape.num_reqs, 'request')} waits for a replay; replay "
+            f"release: step {assembly.last_step} of {of_size(shape.bucket)} waits for a replay; replay "
             "it, or take it back: metadata.abandon(), and steps.stop() where it was built by run_ahead"
         )

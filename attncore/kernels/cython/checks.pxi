@@ -147,10 +147,10 @@ cdef length_t check_shape(BatchState batch, const length_t* query_lens, StepShap
                           Failure* failure) noexcept nogil:
     """Whether the checked step fits a shape that pads: a code.
 
-    Where no row is at fault, ``failure.token`` is the number of rows that run.
+    Where no row is at fault, ``failure.token`` is the number of rows that run, or of their tokens, where it is these.
     """
     cdef length_t i, query_len, count = 0
-    cdef slot_t num_seq_tokens = 0, num_encoder_seq_tokens = 0
+    cdef slot_t num_tokens = 0, num_seq_tokens = 0, num_encoder_seq_tokens = 0
     failure.row = failure.token = 0
     for i in range(batch.num_rows):
         query_len = query_lens[i]
@@ -161,10 +161,14 @@ cdef length_t check_shape(BatchState batch, const length_t* query_lens, StepShap
             return QUERY_NOT_CAPTURED
         if batch.cross != NULL and batch.encoder_lens[i] and not batch.encoder_done[i]:
             return ENCODER_NOT_CAPTURED
+        num_tokens += query_len
         num_seq_tokens += batch.num_computed[i] + query_len
         num_encoder_seq_tokens += batch.encoder_lens[i]
         count += 1
     failure.row, failure.token = 0, count
     if count > shape.num_reqs:
         return TOO_MANY_ROWS
+    if num_tokens > shape.num_tokens:
+        failure.token = <length_t> num_tokens  # at most the builder's, which was checked before
+        return BEYOND_SIZE
     return OK if max(num_seq_tokens, num_encoder_seq_tokens) <= most_padded(shape, count) else TOO_MANY_SEQ_TOKENS

@@ -29,6 +29,7 @@ cdef enum:
     SLOTS_NOT_PADDED = 19
     NO_TOKENS = 20
     GIVEN_TOKENS = 21
+    BEYOND_SIZE = 22
 
 # Words of an arena's header, and of a journal entry.
 cdef enum:

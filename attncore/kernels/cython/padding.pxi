@@ -54,4 +54,7 @@ cdef void pad_step(StepArena out, BatchState batch, StepShape shape) noexcept no
     pad_tokens(out, batch.num_decoders, shape)
     out.num_reqs, out.num_tokens, out.num_decode_tokens = shape.num_reqs, shape.num_tokens, shape.num_tokens
     out.max_decode_query_len = shape.query_len
-    out.max_decode_seq_len = max(out.max_decode_seq_len, shape.pad_seq_len if has_padded_rows else 0)
+    out.max_decode_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len,
+                                 shape.pad_seq_len if has_padded_rows else 0)
+    # A graph tells prefills from decodes by nothing: all are rows of up to query_len tokens.
+    out.num_prefills = out.num_prefill_tokens = out.max_prefill_query_len = out.max_prefill_seq_len = 0

@@ -62,16 +62,16 @@ cdef class StepKernel:
         finally:
             self.batch.state = FREE
 
-    def add_shape(self, StepShape shape):
-        """Adds a shape that ``padded_step`` finds by its num_reqs."""
-        self.shapes[shape.num_reqs] = shape
+    def add_shape(self, bucket, StepShape shape):
+        """Adds a shape that ``padded_step`` finds by what its captured size is known by."""
+        self.shapes[bucket] = shape
 
     def add_column(self, ColumnState column):
         """Checks from now on that a column has the tokens that rows run."""
         self.columns.append(column)
 
-    def drop_shape(self, num_reqs):
-        self.shapes.pop(num_reqs, None)
+    def drop_shape(self, bucket):
+        self.shapes.pop(bucket, None)
 
     def padded_step(self, num_reqs):
         """decode_step in the shape of ``num_reqs`` rows, committed to where graphs read; None also without one."""

@@ -4,6 +4,7 @@ import numpy as np
 
 from attncore.arguments import INT32_MAX
 from attncore.kernels.codes import (
+    BEYOND_SIZE,
     ENCODER_NOT_CAPTURED,
     NULL_BLOCK,
     OK,
@@ -138,9 +139,9 @@ def check_rows(batch_address, query_lens, max_model_len, max_num_tokens, max_num
 
 @entry_point("UniTuple(int64, 3)(int64, int64, int64)")
 def check_shape(batch_address, query_lens, shape_address):
-    """(code, row, rows that run)."""
+    """(code, row, rows that run, or their tokens where it is these)."""
     batch, shape, lens = struct_at(batch_address, BATCH_VIEW), struct_at(shape_address, SHAPE), lengths_at(query_lens)
-    count = num_seq_tokens = num_encoder_seq_tokens = 0
+    count = num_tokens = num_seq_tokens = num_encoder_seq_tokens = 0
     for i in range(batch.num_rows):
         query_len = wide(lens[i])
         if query_len == 0:
@@ -150,10 +151,13 @@ def check_shape(batch_address, query_lens, shape_address):
         encoder_len = wide(lengths_at(batch.encoder_lens)[i])
         if batch.cross and encoder_len and not lengths_at(batch.encoder_done)[i]:
             return ENCODER_NOT_CAPTURED, i, 0
+        num_tokens += query_len
         num_seq_tokens += lengths_at(batch.num_computed)[i] + query_len
         num_encoder_seq_tokens += encoder_len
         count += 1
     if count > shape.num_reqs:
         return TOO_MANY_ROWS, 0, count
+    if num_tokens > shape.num_tokens:
+        return BEYOND_SIZE, 0, num_tokens
     fits = max(num_seq_tokens, num_encoder_seq_tokens) <= most_padded(shape, count)
     return (OK if fits else TOO_MANY_SEQ_TOKENS), 0, count

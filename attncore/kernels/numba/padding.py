@@ -58,5 +58,7 @@ def pad_step(out, batch, shape):
     pad_tokens(out, batch.num_decoders, shape)
     out.num_reqs, out.num_tokens, out.num_decode_tokens = shape.num_reqs, shape.num_tokens, shape.num_tokens
     out.max_decode_query_len = shape.query_len
+    out.max_decode_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
     if has_padded_rows:
         out.max_decode_seq_len = max(out.max_decode_seq_len, shape.pad_seq_len)
+    out.num_prefills = out.num_prefill_tokens = out.max_prefill_query_len = out.max_prefill_seq_len = 0

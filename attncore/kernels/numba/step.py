@@ -214,14 +214,14 @@ class StepKernel(Words):
             self.batch.undo.append((self.take_back, self.eager, self.next_step))
             return self.decode_step_inside(self.eager)
 
-    def add_shape(self, shape: StepShape) -> None:
-        self.shapes[shape.num_reqs] = shape
+    def add_shape(self, bucket: Any, shape: StepShape) -> None:
+        self.shapes[bucket] = shape
 
     def add_column(self, column: ColumnState) -> None:
         self.columns.append(column)
 
-    def drop_shape(self, num_reqs: int) -> None:
-        self.shapes.pop(num_reqs, None)
+    def drop_shape(self, bucket: Any) -> None:
+        self.shapes.pop(bucket, None)
 
     def padded_step(self, num_reqs: Any) -> Any | None:
         shape = self.shapes.get(num_reqs) if type(num_reqs) is int else None

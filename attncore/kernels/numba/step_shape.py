@@ -17,23 +17,25 @@ SHAPE = STEP_SHAPE.type
 class StepShape(Words):
     def __init__(
         self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
-        pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
+        pad_seq_len: int = 0, uniform: bool = True, num_tokens: int = 0, sources: list[Any] | None = None,
+        device: Any = None,
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
+        most = num_tokens or num_reqs * query_len
         self.max_rows = min(min(arena.max_reqs, arena.max_tokens) for arena in arenas)
         for arena in arenas:
             if num_reqs > arena.max_reqs:
                 raise ValueError(f"num_reqs: {num_reqs} exceed the {arena.max_reqs} that the arenas hold")
-            if num_reqs * query_len > arena.max_tokens:
-                raise ValueError(
-                    f"num_reqs: {num_reqs} of {query_len} tokens exceed the {arena.max_tokens} that the arenas hold"
-                )
+            if most > arena.max_tokens:
+                what = f"num_tokens: {num_tokens}" if num_tokens else f"num_reqs: {num_reqs} of {query_len} tokens"
+                raise ValueError(f"{what} exceed the {arena.max_tokens} that the arenas hold")
         self.sources, self.device = sources or [], device
         self.capacity: Any = None
+        self.bucket: Any = None
         self.replay: Any = None
         self.plans: Any = None
         self.recorded, self.tail = False, 0
-        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
+        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, most
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
         self._addresses = np.array([arena.address for arena in arenas], np.int64)
         self._own(
