@@ -3,8 +3,9 @@
     python benchmarks/mixed_steps.py [--backends flash,flashinfer] [--decodes 63] [--chunks 64,192,448] [--save FILE]
 
 A Llama with random weights, of about 1B parameters in bfloat16. Requests decode at contexts of 600 tokens, and each
-step runs a chunk of a new prompt, too. A row for each backend, number of tokens in the chunk, and of: ``eager`` and
-``pieces``, over layers as they are and compiled. ``step_us`` is the median wall time of a step, its tokens read;
+step runs a chunk of a new prompt, too. A row for each backend, number of tokens in the chunk, and of: ``eager``,
+``pieces`` (captured between attention) and, where the backend's level is ``always``, ``whole`` (one graph), over layers
+as they are and compiled. ``step_us`` is the median wall time of a step, its tokens read;
 ``host_us`` the part in which the host builds and launches it.
 
 ``--device cpu --shape tiny`` tries the code without a GPU; its figures mean nothing.
@@ -53,7 +54,15 @@ import torch  # noqa: E402
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 from engine import Engine  # noqa: E402
 from gpu import machine  # noqa: E402
+from mixed_steps import MixedSteps  # noqa: E402
 from transformers_gpu import drawn, free_memory, model_of  # noqa: E402
+
+
+class InPieces(Engine):
+    """The engine, which captures steps with prefills between attention, whatever the backend's level."""
+
+    def _capture_mixed(self, sizes):
+        self.mixed = [MixedSteps(self, size, self.batch.max_num_reqs) for size in sorted(sizes, reverse=True)]
 
 
 def medians(engine, chunk, args):
@@ -89,13 +98,16 @@ def rows(model, backend, args):
     size, tokens = 256 if backend == "flash" else 16, [args.decodes + chunk for chunk in args.chunks]
     longest = args.context + 4 * args.rounds + 8
     for compiled in (False, True):
-        for way in ("eager", "pieces"):
+        for way in ("eager", "pieces", "whole"):
             start = time.perf_counter()
-            engine = Engine(
+            engine = (InPieces if way == "pieces" else Engine)(
                 model, num_blocks=(args.decodes + 4) * -(-longest // size) + 1, max_num_reqs=args.decodes + 1,
                 max_model_len=longest, max_num_batched_tokens=4096, block_size=size, backend=backend, graph_sizes=(),
-                mixed_sizes=tuple(tokens) if way == "pieces" else (), compile=compiled,
+                mixed_sizes=() if way == "eager" else tuple(tokens), compile=compiled,
             )  # fmt: skip
+            if way == "whole" and not engine.whole:
+                engine.close()
+                continue
             set_up = time.perf_counter() - start
             for chunk in args.chunks:
                 step, host = medians(engine, chunk, args)

@@ -103,7 +103,8 @@ class Timed(example.Engine):
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name), clock))
         use_plan(self.builder, self.backend.plan)
-        self.graphs = {size: ClockedGraph(graph, self.clocks) for size, graph in self.graphs.items()}
+        for graphs in (self.graphs, self.whole):
+            graphs.update((size, ClockedGraph(graph, self.clocks)) for size, graph in graphs.items())
         self.clear()
 
     def clear(self):

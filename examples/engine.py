@@ -117,11 +117,10 @@ class Engine(TakesPrompts, Worker):
         self.runs.clear()
 
     def _launch(self, run: Run) -> list[Request]:
-        fitting = self.graphs if max(run.counts.values()) == 1 else ()
-        size = min((size for size in fitting if size >= len(run.counts)), default=None)
+        size = self._size_of(len(run.counts), sum(run.counts.values()))
         counts = {name: run.counts.get(request, 0) for name, request in self.running.items()}
         others = {name: count for name, count in counts.items() if count != 1}  # builds run one of each, else
-        num_steps = 1 if size is None else self._num_steps(run)
+        num_steps = self._num_steps(run) if isinstance(size, int) else 1
         self._give_blocks()
         self._run_steps(others, size, num_steps)
         self.runs.append(run)

@@ -53,11 +53,10 @@ class SampledTokens:
 
     def inputs(self, metadata: Any) -> torch.Tensor:
         """The step's input ids: where the host has -1, since it does not know them yet, what was sampled."""
-        ids, rows = metadata.input_ids, self._rows(metadata)
-        said = self.ring[metadata.place, metadata.positions[rows] % self.kept]
-        if rows is ...:
-            return torch.where(ids < 0, said, ids)
-        return ids.index_put((rows,), torch.where(ids[rows] < 0, said, ids[rows]))
+        ids, place = metadata.input_ids, metadata.place
+        if len(place) != len(ids):
+            place = place[metadata.token_to_req_indices]
+        return torch.where(ids < 0, self.ring[place, metadata.positions % self.kept], ids)
 
     def keep(self, metadata: Any, sampled: torch.Tensor) -> None:
         """Notes what a step has sampled: by row the token behind the step's."""

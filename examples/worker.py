@@ -63,8 +63,8 @@ class Worker:
     """A model, its caches, the batch and builder of its steps, and the graphs that run them.
 
     ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
-    steps are padded to, and captured but for their attention. Both are chosen on a GPU where they are None; (): none.
-    ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile. Layers of
+    steps are padded to: they are captured whole where the backend's level is ``always``, else but for their attention.
+    Both are chosen on a GPU where they are None; (): none. ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile. Layers of
     latent attention have latent caches. ``interleave``: where not 0, the ranks of torch.distributed share out the keys
     of every request, so many tokens to each in turn. ``wanted`` are further fields of an AttentionRequest, such as
     ``backend`` and ``block_size``."""
@@ -132,14 +132,16 @@ class Worker:
             with torch_threads(threads):  # as in steps: on a CPU compiled code is for a number of threads
                 compile_layers(model, self.caches, **({} if compile is True else compile))
         self.mixed: list[MixedSteps] = []
+        self.whole: dict[tuple[int, int], Any] = {}  # graphs of steps with prefills, by rows and tokens
         self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
         self._capture_mixed(mixed_sizes)
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
-        while self.graphs:
-            self.builder.release(self.graphs.popitem()[0])
+        for graphs in (self.graphs, self.whole):
+            while graphs:
+                self.builder.release(graphs.popitem()[0])
         self.builder.close()
         self.caches, self.mixed = None, []
 
@@ -161,8 +163,15 @@ class Worker:
         held = self.batch.remove_request(name)
         return held["blocks"] if self.recurrent else held
 
-    def _run_steps(self, others: dict[int, int], size: int | None, num_steps: int) -> None:
-        """One step, in the graph of ``size`` rows if there is one; or ``num_steps``, which the device makes of it.
+    def _size_of(self, num_rows: int, num_tokens: int) -> Any:
+        """The captured size that holds a step of so many requests and tokens; None where it runs without one."""
+        if num_tokens == num_rows:
+            return min((size for size in self.graphs if size >= num_rows), default=None)
+        fitting = (size for size in self.whole if size[0] >= num_rows and size[1] >= num_tokens)
+        return min(fitting, key=lambda size: size[1], default=None)
+
+    def _run_steps(self, others: dict[int, int], size: Any, num_steps: int) -> None:
+        """One step, in the graph of ``size`` if there is one; or ``num_steps``, which the device makes of it.
 
         ``others`` are the requests that do not run one token, and how many they run."""
         if num_steps > 1:
@@ -174,7 +183,7 @@ class Worker:
         if size is None:
             self._run(metadata)
         else:
-            metadata.replay(self.graphs[size])
+            metadata.replay(self.whole[size] if isinstance(size, tuple) else self.graphs[size])
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Of the tokens at ``rows``, inside a context."""
@@ -202,10 +211,10 @@ class Worker:
     def _run(self, metadata: Any) -> None:
         self.sampled.keep(metadata, self._forward(metadata))
 
-    def _captured(self, size: int) -> Any:
-        metadata = self.builder.capture(size)
+    def _captured(self, num_rows: int, num_tokens: int | None = None, **options: Any) -> Any:
+        metadata = self.builder.capture(num_rows, num_tokens=num_tokens)
         self._run(metadata)  # a warm-up, over an empty step
-        with capturing(new_graph(self.device)) as graph:
+        with capturing(new_graph(self.device), **options) as graph:
             launch(metadata.record)
             launch(self._run, metadata)
             launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
@@ -215,9 +224,15 @@ class Worker:
         most = self.builder.max_num_batched_tokens
         chosen = default_mixed_sizes(most) if self.graphs and self.device.startswith("cuda") else ()
         wanted = chosen if sizes is None else sizes
+        wholly = self.builder.context_parallel is None and self.backend.config.spec.cuda_graph == "always"
+        shared = {"pool": torch.cuda.graph_pool_handle()} if wholly and self.device.startswith("cuda") else {}
         for size in sorted({min(size, most) for size in wanted}, reverse=True):
+            rows = min(size, self.batch.max_num_reqs)
             try:
-                self.mixed.append(MixedSteps(self, size, min(size, self.batch.max_num_reqs)))
+                if wholly:
+                    self.whole[rows, size] = self._captured(rows, size, **shared)
+                else:
+                    self.mixed.append(MixedSteps(self, size, rows))
             except (ValueError, CaptureError) as error:
                 if sizes is not None:
                     raise

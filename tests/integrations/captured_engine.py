@@ -11,12 +11,12 @@ from attncore.reference import ReferenceBackend
 
 
 @contextmanager
-def graphs_on_cpu(transport, monkeypatch):
+def graphs_on_cpu(transport, monkeypatch, level="uniform_decode"):
     """The arguments that make an engine run captured decodes; with ``graph`` the host does what their nodes would."""
     made = ReferenceBackend.__init__
 
     def capturable(self, config):
-        made(self, dataclasses.replace(config, spec=dataclasses.replace(config.spec, cuda_graph="uniform_decode")))
+        made(self, dataclasses.replace(config, spec=dataclasses.replace(config.spec, cuda_graph=level)))
 
     monkeypatch.setattr(ReferenceBackend, "__init__", capturable)
     with nodes(monkeypatch) if transport == "graph" else nullcontext():

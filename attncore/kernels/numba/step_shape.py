@@ -8,6 +8,7 @@ import numpy as np
 
 from attncore.kernels.numba.memory import Struct, Words, address_of
 from attncore.kernels.numba.step_arena import StepArena
+from attncore.show import counted
 
 STEP_SHAPE = Struct("arenas", "max_rows", "pads", "num_reqs", "num_tokens", "query_len", "pad_seq_len", "uniform")
 """The C struct StepShape; ``arenas`` has the addresses of the arenas' structs."""
@@ -27,7 +28,11 @@ class StepShape(Words):
             if num_reqs > arena.max_reqs:
                 raise ValueError(f"num_reqs: {num_reqs} exceed the {arena.max_reqs} that the arenas hold")
             if most > arena.max_tokens:
-                what = f"num_tokens: {num_tokens}" if num_tokens else f"num_reqs: {num_reqs} of {query_len} tokens"
+                what = (
+                    f"num_tokens: {num_tokens}"
+                    if num_tokens
+                    else f"num_reqs: {num_reqs} of {counted(query_len, 'token')}"
+                )
                 raise ValueError(f"{what} exceed the {arena.max_tokens} that the arenas hold")
         self.sources, self.device = sources or [], device
         self.capacity: Any = None

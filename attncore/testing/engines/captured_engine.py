@@ -40,24 +40,34 @@ class CapturedEngine(Engine):
     """
 
     def __init__(
-        self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[int, ...] = (), longest: int = 0,
+        self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[Any, ...] = (), longest: int = 0,
         make_builder: Callable[..., Any] | None = None, any_lengths: bool = False, **engine: Any,
     ) -> None:  # fmt: skip
         super().__init__(backend, seed=seed, **engine)
         self.tokens_each, self.sizes, self.any_lengths = tokens, sizes or CAPTURED_SIZES, any_lengths
+        self.most_rows = max(self.size_of(size)[0] for size in self.sizes)
         self.longest = longest or max(min(3 * self.block_size, self.block_size + 64), 2 * tokens + 2)
         self.builder = (make_builder or MetadataBuilder)(
             self.batch,
             backend,
-            max_num_batched_tokens=max(self.sizes) * self.longest,
+            max_num_batched_tokens=self.most_rows * self.longest,
             decode_threshold=tokens,
         )
-        self.inputs = self.on_device(self.drawn.query_key_value(max(self.sizes) * tokens))
+        most_tokens = max(self.size_of(size)[1] for size in self.sizes)
+        self.inputs = self.on_device(self.drawn.query_key_value(most_tokens))
         self.names = itertools.count()
         self.graphs = {size: self._captured(size) for size in sorted(self.sizes, reverse=True)}
 
-    def _captured(self, size: int) -> tuple[Graph, Tensor]:
-        metadata = self.builder.capture(size, self.tokens_each)
+    def size_of(self, size: Any) -> tuple[int, int]:
+        """Rows and tokens of a captured size."""
+        return size, size * self.tokens_each
+
+    def capture(self, size: Any) -> Any:
+        """The metadata that the graph of a size is captured over."""
+        return self.builder.capture(size, self.tokens_each)
+
+    def _captured(self, size: Any) -> tuple[Graph, Tensor]:
+        metadata = self.capture(size)
         launch(self._layer, size, metadata)  # a warm-up, over an empty step
         graph = new_graph(self.config.device)
         with capturing(graph):
@@ -73,14 +83,15 @@ class CapturedEngine(Engine):
         """Replay ``graph`` for a step that was built for its size."""
         metadata.replay(graph)
 
-    def _layer(self, size: int, metadata: CommonAttentionMetadata) -> Tensor:
+    def _layer(self, size: Any, metadata: CommonAttentionMetadata) -> Tensor:
+        num_rows, num_tokens = self.size_of(size)
         try:
-            return self.forward([tensor[: size * self.tokens_each] for tensor in self.inputs], metadata)
+            return self.forward([tensor[:num_tokens] for tensor in self.inputs], metadata)
         except ConformanceError:
             raise
         except Exception as error:
             raise ConformanceError(
-                f"it raises inside a captured run of {counted(size, 'request')}: {told(error)}"
+                f"it raises inside a captured run of {counted(num_rows, 'request')}: {told(error)}"
             ) from error
 
     def step(self, scheduled: Mapping[Any, int], **_: Any) -> Tensor:
@@ -95,7 +106,7 @@ class CapturedEngine(Engine):
         for name in list(self.batch.req_ids):
             if self._is_full(name) or draw() < 0.05:
                 self.remove(name)
-        wanted = int(self.random.integers(1, max(self.sizes) + 1))
+        wanted = int(self.random.integers(1, self.most_rows + 1))
         arrived = {}
         while len(self.batch) < wanted and (draw() < 0.5 or not len(self.batch)):
             name, length = next(self.names), int(self.random.integers(1, self.longest - self.tokens_each))
@@ -110,10 +121,14 @@ class CapturedEngine(Engine):
                 if self._is_full(name):
                     self.remove(name)
         if draw() < 0.1:
-            size = int(self.random.choice(self.sizes))
-            before = self.cache_view.snapshot()
-            self._replay(self.builder.build_empty(size), self.graphs[size][0])
-            compare_cache(self.cache_view, before, np.empty(0, np.int64), masked=True)
+            self.replay_empty()
+
+    def replay_empty(self) -> None:
+        """Replay an empty step of some size, which writes nothing."""
+        size = self.sizes[int(self.random.integers(len(self.sizes)))]
+        before = self.cache_view.snapshot()
+        self._replay(self.builder.build_empty(size), self.graphs[size][0])
+        compare_cache(self.cache_view, before, np.empty(0, np.int64), masked=True)
 
     def _is_full(self, name: Any) -> bool:
         return self.context(name) + self.tokens_each > self.longest
@@ -128,9 +143,14 @@ class CapturedEngine(Engine):
         """Run a step of these requests in their graph; compare its output and what it wrote."""
         fewest = 1 if self.any_lengths else self.tokens_each
         scheduled = {name: int(self.random.integers(fewest, self.tokens_each + 1)) for name in chosen}
-        count = sum(scheduled.values())
         for name, tokens in scheduled.items():
             self.grow(name, tokens)
+        self.replay_step(scheduled)
+        self._reject_drafts(scheduled)
+
+    def replay_step(self, scheduled: Mapping[Any, int]) -> None:
+        """Run so many tokens of each request in the smallest graph; compare its output and what it wrote."""
+        count = sum(scheduled.values())
         # In turns: NaN in slots without a token, and in rows of padding; of both, a write of NaN would not show.
         self.junk = math.nan if self.junk == self.junk else JUNK
         self.fill_unowned()
@@ -138,8 +158,9 @@ class CapturedEngine(Engine):
         fresh = self.drawn.query_key_value(count)
         for held, new in zip(self.inputs, fresh, strict=True):
             held[:count].copy_(new)
-        size = min(size for size in self.sizes if size >= len(chosen))
-        self.fill_padding([held[: size * self.tokens_each] for held in self.inputs], count)
+        fitting = ((self.size_of(size), size) for size in self.sizes)
+        (_, num_tokens), size = min(one for one in fitting if one[0][0] >= len(scheduled) and one[0][1] >= count)
+        self.fill_padding([held[:num_tokens] for held in self.inputs], count)
         metadata = self.builder.build(self.scheduled(dict(scheduled)), bucket=size)
         graph, output = self.graphs[size]
         self._replay(metadata, graph)
@@ -147,7 +168,6 @@ class CapturedEngine(Engine):
         self.check_cache(before, metadata.host.slot_mapping[:count])
         requests = [StepRequest(name, scheduled[name], self.context(name)) for name in metadata.req_ids]
         self.compare(answer, self.expected(fresh, requests), requests, fresh[0])
-        self._reject_drafts(scheduled)
 
     def _reject_drafts(self, ran: Mapping[Any, int]) -> None:
         """Take back some of the tokens of each request's last step, never the first of them."""

@@ -1,0 +1,61 @@
+"""The small engine whose prompts, in chunks and whole, run beside decodes in captured graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attncore.testing.engines.captured_engine import CapturedEngine
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
+SIZES = ((2, 6), (4, 24), (8, 96))
+"""Rows and tokens of each graph."""
+
+
+class CapturedPromptsEngine(CapturedEngine):
+    """All steps run through graphs of so many rows and tokens. A request's prompt runs in chunks of any length."""
+
+    def __init__(self, backend: AttentionBackend, **engine: Any) -> None:
+        block_size = backend.config.block_size
+        longest = max(3 * block_size, 80)
+        num_blocks = max(rows for rows, _ in SIZES) * -(-longest // block_size) + 8
+        super().__init__(backend, 1, sizes=SIZES, longest=longest, num_blocks=num_blocks, **engine)
+        self.left: dict[Any, int] = {}  # tokens of prompts that did not run yet
+
+    def size_of(self, size: Any) -> tuple[int, int]:
+        return size  # type: ignore[no-any-return]
+
+    def capture(self, size: Any) -> Any:
+        return self.builder.capture(size[0], num_tokens=size[1])
+
+    def change(self) -> None:
+        """Remove requests and add others; now and then replay an empty step."""
+        for name in list(self.batch.req_ids):
+            if self._is_full(name) or self.random.random() < 0.05:
+                self.remove(name)
+                self.left.pop(name, None)
+        wanted = int(self.random.integers(1, self.most_rows + 1))
+        while len(self.batch) < wanted:
+            name, length = next(self.names), int(self.random.integers(1, self.longest))
+            self.add(name, length)
+            self.left[name] = length
+        if self.random.random() < 0.1:
+            self.replay_empty()
+
+    def replay(self, chosen: list[Any]) -> None:
+        """Run a chunk of each prompt among these requests, and a token of each other, as far as the largest graph
+        goes."""
+        room = max(num_tokens for _, num_tokens in self.sizes)
+        scheduled = {}
+        for place, name in enumerate(chosen):
+            most = min(self.left.get(name, 1), room - (len(chosen) - place - 1))
+            scheduled[name] = tokens = int(self.random.integers(1, most + 1)) if self.random.random() < 0.5 else most
+            room -= tokens
+            if name not in self.left:
+                self.grow(name)
+            elif tokens == self.left[name]:
+                del self.left[name]
+            else:
+                self.left[name] -= tokens
+        self.replay_step(scheduled)
