@@ -64,10 +64,10 @@ class Worker:
 
     ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
     steps are padded to: they are captured whole where the backend's level is ``always``, else but for their attention.
-    Both are chosen on a GPU where they are None; (): none. ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile. Layers of
-    latent attention have latent caches. ``interleave``: where not 0, the ranks of torch.distributed share out the keys
-    of every request, so many tokens to each in turn. ``wanted`` are further fields of an AttentionRequest, such as
-    ``backend`` and ``block_size``."""
+    Both are chosen on a GPU where they are None; (): none. ``threads`` are torch's on a CPU. ``compile``: whether
+    layers are compiled, or options of torch.compile. Layers of latent attention have latent caches. ``interleave``:
+    where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to each in turn.
+    ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
