@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from attncore.ops.cache_writer import CacheWriter
     from attncore.ops.forward_context import forward_context
     from attncore.ops.operator import attention
+    from attncore.ops.sinks_by_lse import SinksByLse
     from attncore.registry.choice.choice import Choice
     from attncore.registry.choice.installed import backends
     from attncore.registry.choice.layers_choice import LayersChoice
@@ -118,6 +119,7 @@ __all__ = [
     "Reason",
     "Sequence",
     "SequenceGroup",
+    "SinksByLse",
     "StateGroup",
     "Variant",
     "__version__",
@@ -148,6 +150,7 @@ _HOMES = {
     "ops.cache_writer": "CacheWriter",
     "ops.forward_context": "forward_context",
     "ops.operator": "attention",
+    "ops.sinks_by_lse": "SinksByLse",
     "errors": "AttncoreError CaptureError ConcurrentUseError FallbackWarning NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",

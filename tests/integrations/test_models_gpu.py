@@ -121,7 +121,7 @@ def test_an_engine_in_graphs_says_what_it_says_without(backend, late):
         engine.close()
 
 
-@pytest.mark.parametrize("backend", ["rocm", "flash"])
+@pytest.mark.parametrize("backend", ["rocm", "flash", "flashinfer"])
 def test_captured_decodes_attend_by_sinks_that_were_loaded_later(backend):
     """In place: of a graph over other tensors nobody can say which it reads."""
     model, other = (decoder("gpt_oss", seed=seed, **SHAPE).cuda().bfloat16() for seed in range(2))

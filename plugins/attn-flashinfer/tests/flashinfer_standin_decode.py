@@ -251,7 +251,7 @@ def xqa_batch_decode_with_kv_cache(
         read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
         found = dense_attention(
             query[row : row + 1].float(), *read, scale=float(bmm1_scale),
-            sliding_window=None if window_left < 0 else window_left + 1,
+            sliding_window=None if window_left < 0 else window_left + 1, sinks=sinks,
         ) if length else torch.zeros_like(query[:1])  # fmt: skip
         out[row] = (found[0] * bmm2_scale).to(out.dtype)
     return out

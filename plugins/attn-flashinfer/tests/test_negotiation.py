@@ -60,7 +60,6 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
         ({"kv_cache_dtype": "float32"}, "kv_cache_dtype float32 not supported"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 beside dtype bfloat16"),
         ({"alibi": True}, "FlashInfer makes its own slopes"),
-        ({"sinks": True}, "its paged wrappers take sinks through kernels"),
         ({"features": {"encoder"}}, "it plans attention over the paged cache only"),
         ({"use_mla": True, "num_kv_heads": 1}, "head_size 128 not supported"),
         ({"cuda_graph": "always"}, "cuda_graph always not supported"),

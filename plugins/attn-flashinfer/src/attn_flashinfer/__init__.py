@@ -63,12 +63,11 @@ def attncore_backend() -> BackendSpec:
         kv_cache_layouts=("NHD", "HND"),
         features={
             "sliding_window", "logits_soft_cap", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
-            "multi_token_decode", "strided_kv_cache", "lse",
+            "multi_token_decode", "strided_kv_cache", "lse", "sinks",
         },
         unsupported={
             "alibi": "FlashInfer makes its own slopes, from the local number of heads",
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
-            "sinks": "its paged wrappers take sinks through kernels that are compiled for them alone",
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
             "tree_mask": "it passes no mask",

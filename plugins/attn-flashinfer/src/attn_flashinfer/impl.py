@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
 from attn_flashinfer.profiling import is_profiled, profiled_step
-from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey
+from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey, SinksByLse
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -25,12 +25,13 @@ class FlashInferImpl(AttentionImpl):
     """One layer. See ``forward``."""
 
     backend: FlashInferBackend
+    not_taken: tuple[str, ...] = ("alibi_slopes",)
 
     def __init__(self, backend: FlashInferBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
-        for name, given in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
-            if given is not None:
-                raise ValueError(f"{name}: given, but flashinfer takes none")
+        for name in self.not_taken:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: given, but flashinfer takes none here")
         fp8 = torch.finfo(backend.shape.cache_dtype).bits == 8
         if self.logits_soft_cap is not None and backend.decode_kernel == "xqa":
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
@@ -40,6 +41,8 @@ class FlashInferImpl(AttentionImpl):
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self.scales_changed()
+        # The wrappers' kernels have none; their logarithms of the softmax's sum say what a sink takes of it.
+        self._add_sinks = SinksByLse(self.sinks, base2=True) if isinstance(self.sinks, Tensor) else None
         self._kv_cache: Any = _NO_CACHE_YET
         self._caches: Any
         self._slots: tuple[Tensor, Tensor]
@@ -136,16 +139,20 @@ class FlashInferImpl(AttentionImpl):
             scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
             query = scaled
-        scales, count = self._scales, query.shape[0]
-        for run, start, stop in step.parts:
+        scales, count, add_sinks = self._scales, query.shape[0], self._add_sinks
+        for run, start, stop, has_sinks in step.parts:
             if stop - start == count:
                 part, out = query, target
             else:
                 part, out = query[start:stop], target[start:stop]
-            if lse is None:
-                run(part, caches, out=out, **scales)
-            else:
-                lse[start:stop] = run(part, caches, out=out, return_lse=True, **scales)[1]
+            if lse is None and (add_sinks is None or has_sinks):
+                run(part, caches, out=out, **scales, **({"sinks": self.sinks} if has_sinks else {}))
+                continue
+            found = run(part, caches, out=out, return_lse=True, **scales)[1]
+            if add_sinks is not None:
+                add_sinks(out, found)
+            if lse is not None:
+                lse[start:stop] = found
         if self._of_output is not None:
             self._of_kv_heads(target).mul_(self._of_output)
         if target is not output:

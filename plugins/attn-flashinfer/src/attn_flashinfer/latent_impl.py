@@ -18,6 +18,8 @@ class LatentImpl(FlashInferImpl):
     profiling run. See the base class for the rest.
     """
 
+    not_taken = ("alibi_slopes", "sinks")
+
     def scales_changed(self) -> None:
         """See the base class: k_scale is the scale of the values, too."""
         writer, size = CacheWriter(self.k_scale, self.k_scale), self._size_v

@@ -25,11 +25,13 @@ Place = tuple[int, int, int]
 
 
 class Part(NamedTuple):
-    """Tokens start..stop of a step, and the call that attends for them: ``run(query, caches, out=..., ...)``."""
+    """Tokens start..stop of a step, and the call that attends for them: ``run(query, caches, out=..., ...)``, which
+    takes the layer's ``sinks`` where it has any."""
 
     run: Callable[..., Any]
     start: int
     stop: int
+    has_sinks: bool = False
 
 
 @dataclass(slots=True)
@@ -226,7 +228,7 @@ class KeyPlans:
 
     def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:
         run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.settings, metadata, first, last).run
-        return Part(run, token, token + last - first)
+        return Part(run, token, token + last - first, has_sinks=True)
 
     def _cascaded(self, metadata: AttentionMetadata, pages: Pages, rule: CascadeRule) -> Part | None:
         if self._cascade is None:

@@ -46,6 +46,7 @@ class XqaDecode:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         return_lse: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends for one token a request; ``out`` is written and returned."""
         if return_lse:
@@ -68,6 +69,7 @@ class XqaDecode:
             bmm2_scale=v_scale,
             window_left=-1 if settings.window is None else settings.window - 1,
             out=out,
+            sinks=sinks,
             kv_layout=settings.shape.layout,
         )
         return out

@@ -1,0 +1,101 @@
+"""Sinks that are added to attention without: beside dense attention that has them."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attncore.dense import dense_attention  # noqa: E402
+from attncore.ops.sinks_by_lse import SinksByLse  # noqa: E402
+
+HEADS, SIZE = 6, 8
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def drawn(tokens=5, keys=9, scale=1.0):
+    torch.manual_seed(tokens)
+    query, key, value = torch.randn(tokens, HEADS, SIZE), torch.randn(keys, 2, SIZE), torch.randn(keys, 2, SIZE)
+    return query * scale, key, value, torch.randn(HEADS) * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 60.0, 1e-3])
+def test_attention_becomes_that_with_sinks(device, base2, scale):
+    query, key, value, sinks = drawn(scale=scale)
+    expected, expected_lse = dense_attention(query, key, value, scale=SIZE**-0.5, sinks=sinks, return_lse=True)
+    output, lse = (one.to(device) for one in dense_attention(query, key, value, scale=SIZE**-0.5, return_lse=True))
+    unit = math.log2(math.e) if base2 else 1.0
+    lse = (lse * unit).t().contiguous().t()  # strides as libraries have them that put heads first
+    SinksByLse(sinks.to(device), base2=base2)(output, lse)
+    torch.testing.assert_close(output.cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.cpu() / unit, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_row_without_keys_has_the_sink_alone(device, sign):
+    sinks = torch.linspace(-2, 2, HEADS, device=device)
+    output = torch.full((2, HEADS, SIZE), math.nan, device=device)
+    output[1] = 1.0
+    lse = torch.tensor([[sign * math.inf] * HEADS, [0.0] * HEADS], device=device)
+    SinksByLse(sinks)(output, lse)
+    assert not output[0].any()
+    torch.testing.assert_close(lse[0], sinks)
+    torch.testing.assert_close(output[1, :, 0], torch.sigmoid(-sinks))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_no_number_stays_so(device):
+    output, lse = torch.ones(1, HEADS, SIZE, device=device), torch.zeros(1, HEADS, device=device)
+    lse[0, 2] = math.nan
+    SinksByLse(torch.zeros(HEADS, device=device))(output, lse)
+    assert output.isnan().any(-1)[0].tolist() == [head == 2 for head in range(HEADS)]
+    assert lse.isnan()[0].tolist() == [head == 2 for head in range(HEADS)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_are_read_by_every_call_and_outputs_are_rounded_once(device, dtype):
+    query, key, value, sinks = drawn(tokens=33, keys=40)
+    held = torch.zeros(HEADS, device=device)
+    add = SinksByLse(held)
+    plain, lse = (one.to(device) for one in dense_attention(query, key, value, scale=SIZE**-0.5, return_lse=True))
+    for new in (sinks, -sinks):
+        held.copy_(new)
+        wide = torch.empty(33, HEADS, 2 * SIZE, dtype=dtype, device=device)
+        output, sums = wide[:, :, :SIZE], lse.clone()
+        output.copy_(plain)
+        exact = output.float() * torch.sigmoid(lse - held)[..., None]
+        wide[:, :, SIZE:] = 7.0
+        add(output, sums)
+        torch.testing.assert_close(output.float(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert (wide[:, :, SIZE:] == 7.0).all()
+    add(output[:0], lse[:0])
+
+
+@pytest.mark.parametrize(
+    ("output", "lse", "message"),
+    [
+        (torch.zeros(2, 5, 8), torch.zeros(2, 5), r"output: torch.float32 of shape \(2, 5, 8\) .* 6 heads"),
+        (torch.zeros(2, 6, 8), torch.zeros(6, 2), r"lse: torch.float32 of shape \(6, 2\) found; give float32 \(2, 6\)"),
+        (torch.zeros(2, 6, 8), torch.zeros(2, 6, dtype=torch.float64), "lse: torch.float64"),
+        (torch.zeros(2, 6, 8, dtype=torch.int32), torch.zeros(2, 6), "output: torch.int32"),
+        (torch.zeros(2, 8, 6).transpose(1, 2), torch.zeros(2, 6), "contiguous in the last dimension"),
+        (torch.zeros(2, 6, 8), torch.zeros(2, 6, device="meta"), "lse: on meta, but the sinks are on cpu"),
+    ],
+)  # fmt: skip
+def test_other_tensors_are_refused(output, lse, message):
+    with pytest.raises(ValueError, match=message):
+        SinksByLse(torch.zeros(6))(output, lse)
+
+
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match="output: list found; give a tensor"):
+        SinksByLse(torch.zeros(6))([1.0], torch.zeros(2, 6))
+    with pytest.raises(TypeError, match="sinks: list found"):
+        SinksByLse([0.0] * 6)
+    for sinks in (torch.zeros(6, dtype=torch.bfloat16), torch.zeros(2, 3), torch.zeros(12)[::2]):
+        with pytest.raises(ValueError, match=r"^sinks: .* give float32"):
+            SinksByLse(sinks)
