@@ -188,8 +188,8 @@ class KeyPlans:
         )
 
     def _capture_trees(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedTrees:
-        num_reqs, device = metadata.num_reqs, self.settings.shape.device
-        nbytes = CapturedTrees.mask_bytes(num_reqs, query_len, metadata.max_seq_len)
+        num_reqs, longest = metadata.num_reqs, metadata.builder.batch.max_model_len
+        nbytes = CapturedTrees.mask_bytes(num_reqs, query_len, longest)
         others = self._sizes.get(metadata.builder, {}).values()
         memories = [size.memory for size in others if isinstance(size, CapturedTrees)]
         memory = next((one for one in memories if len(one.buffer) >= nbytes), None)
@@ -200,8 +200,8 @@ class KeyPlans:
             indices=indices,
             num_reqs=num_reqs,
             query_len=query_len,
-            max_seq_len=metadata.max_seq_len,
-            memory=memory or MaskMemory(device, nbytes),
+            max_seq_len=longest,
+            memory=memory or MaskMemory(self.settings.shape.device, nbytes),
         )
 
     def _parts(self, metadata: AttentionMetadata, pages: Pages) -> tuple[Part, ...]:
