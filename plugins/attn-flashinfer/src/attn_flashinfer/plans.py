@@ -142,8 +142,10 @@ class KeyPlans:
 
         A step that came from another process has neither here: it is of the builder that captured last.
         """
-        if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
-            return found
+        if "paged_kv_indptr" in vars(metadata):
+            found = self._captured.get(_place(metadata))
+            if found is not None and not isinstance(found, CapturedTrees):
+                return found
         source = metadata.source
         sizes = self._newest_sizes() if source is None else self._of_list_builder.get(source.builder, {})
         return sizes.get(metadata.num_reqs)
@@ -188,9 +190,10 @@ class KeyPlans:
         )
 
     def _capture_trees(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedTrees:
-        num_reqs, longest = metadata.num_reqs, metadata.builder.batch.max_model_len
+        num_reqs, builder = metadata.num_reqs, metadata.builder
+        longest = metadata.max_seq_len if builder is None else builder.batch.max_model_len
         nbytes = CapturedTrees.mask_bytes(num_reqs, query_len, longest)
-        others = self._sizes.get(metadata.builder, {}).values()
+        others = self._sizes.get(builder, {}).values()
         memories = [size.memory for size in others if isinstance(size, CapturedTrees)]
         memory = next((one for one in memories if len(one.buffer) >= nbytes), None)
         return CapturedTrees(
@@ -248,8 +251,8 @@ class KeyPlans:
         masks = trees_of(metadata, token, stop)
         if masks is not None and name != "verify":
             raise ValueError(
-                "metadata: draft trees among the prefills of a step; flashinfer runs them as decodes of several tokens, "
-                "as steps of MetadataBuilder have them"
+                "metadata: draft trees among the prefills of a step; flashinfer runs them as decodes of several "
+                "tokens, as steps of MetadataBuilder have them"
             )
         append.plan(pages, first, last, tensor_over(starts), metadata.max_query_len, masks)
         return Part(append.run, token, stop)

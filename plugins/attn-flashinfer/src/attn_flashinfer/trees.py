@@ -121,8 +121,8 @@ class MaskMemory:
         if size > len(self.buffer):
             if self._stays:
                 raise ValueError(
-                    f"metadata: the masks of draft trees take {size} bytes, and the captured size has {len(self.buffer)}; "
-                    "a request is longer than the batch's max_model_len"
+                    f"metadata: the masks of draft trees take {size} bytes, and the captured size has "
+                    f"{len(self.buffer)}; a request is longer than the batch's max_model_len"
                 )
             self.buffer = self._taken(-(-size // 4096) * 4096)
         sent = _sent(np.concatenate((mask.indptr, mask.places, mask.values)), self._device)
