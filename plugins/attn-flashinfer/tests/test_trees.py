@@ -59,6 +59,8 @@ def test_the_largest_tree_and_rows_of_padding() -> None:
         assert (found == row.sees(None)).all()
     padded = packed_mask(np.zeros(9, np.int64), np.arange(0, 10, 3), np.array([5, 0, 0]), 4, 1)
     assert padded.indptr.tolist() == [0, 2, 2, 2]
+    (found,) = unpacked(padded, [Row(3, 5)])
+    assert found.astype(int).tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
     assert packed_mask(np.zeros(4, np.int64), np.arange(0, 6, 2), np.array([0, 0]), None).places.tolist() == []
 
 
