@@ -50,13 +50,24 @@ def test_masks_bit_by_bit(window: int | None) -> None:
                 assert (found == row.sees(window)).all()
 
 
-def test_the_largest_tree_and_rows_of_padding() -> None:
-    tree = [*[-1] * 61, 60, 61]
-    rows = [Row(tree, 64 + 9), Row(70, 75), Row([], 1)]
+@pytest.mark.parametrize("counts_bits", [True, False])
+@pytest.mark.parametrize("window", [None, 2, 40, 66, 80])
+def test_the_largest_trees_beside_longer_chains(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, counts_bits: bool
+) -> None:
+    """The last bit of a mask is a sign; NumPy counts bits since 2.0."""
+    if not counts_bits:
+        monkeypatch.delattr(np, "bitwise_count", raising=False)
+    rows = [Row([*[-1] * 61, 60, 61], 64 + 9), Row(140, 145), Row([], 1), Row([*range(-1, 62)], 64 + 90)]
     masks, starts, lengths = step_of(rows)
     assert lag_of(masks, starts) == 60
-    for row, found in zip(rows, unpacked(packed_mask(masks, starts, lengths, None), rows), strict=True):
-        assert (found == row.sees(None)).all()
+    for row, found in zip(rows, unpacked(packed_mask(masks, starts, lengths, window, 60), rows), strict=True):
+        if window is not None:
+            found &= np.arange(row.length - row.tokens, row.length)[:, None] - np.arange(row.length) < window + 60
+        assert (found == row.sees(window)).all()
+
+
+def test_rows_of_padding() -> None:
     padded = packed_mask(np.zeros(9, np.int64), np.arange(0, 10, 3), np.array([5, 0, 0]), 4, 1)
     assert padded.indptr.tolist() == [0, 2, 2, 2]
     (found,) = unpacked(padded, [Row(3, 5)])

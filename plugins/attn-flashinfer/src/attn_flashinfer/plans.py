@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 from attn_flashinfer.captured_trees import CapturedTrees
 from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages, tensor_over
-from attn_flashinfer.trees import MaskMemory, has_masks, holds_trees, trees_of
+from attn_flashinfer.trees import MOST_TOKENS, MaskMemory, has_masks, holds_trees, trees_of
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, LayerSettings
 from attn_flashinfer.xqa import XqaDecode
 
@@ -162,7 +162,7 @@ class KeyPlans:
             return self._unplanned(metadata)
         captured = self._captured.get(place)
         if captured is None:
-            if query_len > 1 and has_masks(metadata):
+            if has_masks(metadata) and 1 < query_len <= MOST_TOKENS:
                 captured = self._capture_trees(metadata, query_len, pages.indices)
             else:
                 captured = self._capture(metadata, query_len, pages.indices, proves=self._tools.proves)

@@ -23,6 +23,12 @@ from attncore import AttentionMetadata
 MOST_BYTES = (1 << 31) - 1
 """Of a step's masks: offsets are int32."""
 
+MOST_TOKENS = 64
+"""Of a tree: the bits of a mask. Rows of more are chains."""
+
+_ONES = np.array([(1 << count) - 1 for count in range(65)], np.uint64)
+"""Words whose first bits are 1, by their number."""
+
 Masks = npt.NDArray[np.int64]
 """``tree_mask`` of some tokens."""
 
@@ -60,7 +66,7 @@ def holds_trees(metadata: AttentionMetadata) -> bool:
 def lag_of(masks: Masks, starts: npt.NDArray[Any]) -> int:
     """How many positions the tokens of a step stand at most before their index: siblings have one together."""
     index = np.arange(len(masks)) - np.repeat(starts[:-1], np.diff(starts))
-    return int(np.where(masks != 0, index + 1 - _bits(masks).sum(axis=1, dtype=np.int64), 0).max(initial=0))
+    return int(np.where(masks != 0, index + 1 - _number(masks), 0).max(initial=0))
 
 
 def packed_mask(
@@ -80,32 +86,71 @@ def packed_mask(
             "requests with trees in a step"
         )
     rows = np.repeat(np.arange(len(counts)), counts)
+    keys, contexts = np.asarray(lengths, np.int64)[rows], (lengths - counts)[rows]
     index = np.arange(len(rows)) - np.asarray(starts, np.int64)[rows]
-    keys = np.asarray(lengths, np.int64)[rows]
-    contexts = keys - counts[rows]
     own_keys = np.where(keys > 0, counts[rows], 0)  # rows of padding have none
-    column = np.arange(int(counts.max(initial=0)))
-    seen = column <= index[:, None]
     in_tree = masks != 0
-    seen[in_tree] = False
-    seen[in_tree, :64] = _bits(masks[in_tree])[:, : len(column)]
-    number = seen.sum(axis=1, dtype=np.int64)  # of the step's tokens that each sees: its depth and 1
-    passed = np.empty((len(rows), 0), np.int64)  # keys of the context that the kernel shows and the window does not
+    number = np.where(in_tree, _number(masks), index + 1)  # depth and 1
+    # Of each token runs of 64 bits, 1 where a key is hidden: one of its context, and of the step's tokens one, or more
+    # beside chains that are longer than any tree.
+    firsts = 64 * np.arange(-(-int(counts.max(initial=1)) // 64))
+    own = _run(index[:, None] + 1 - firsts, own_keys[:, None] - firsts)
+    own[in_tree] = 0
+    own[in_tree, 0] = _ONES[own_keys[in_tree]] & ~masks[in_tree].view(np.uint64)
+    begin, context = contexts, np.zeros(len(rows), np.uint64)
     if window is not None:
-        passed = (contexts + index - (window - 1) - lag)[:, None] + np.arange(lag)
-        seen &= number[:, None] - np.cumsum(seen, axis=1) < window
-    hidden = np.concatenate(
-        (
-            (passed >= 0) & (passed < np.minimum(contexts, contexts + number - (window or 0))[:, None]),
-            ~seen & (column < own_keys[:, None]),
-        ),
-        axis=1,
-    )
-    key = np.concatenate((passed, contexts[:, None] + column), axis=1)
-    bits = ((8 * indptr[rows] + index * keys)[:, None] + key)[hidden]  # ascending, as rows and columns are
-    begins = np.flatnonzero(np.diff(bits >> 3, prepend=-1))
-    zeros = np.bitwise_or.reduceat(1 << (bits & 7), begins) if len(bits) else bits
-    return PackedMask(indptr, bits[begins] >> 3, (255 - zeros).astype(np.uint8))
+        begin = np.maximum(contexts + index - (window - 1) - lag, 0)
+        context = _run(np.int64(0), np.minimum(contexts, contexts + number - window) - begin)
+        if int(number.max(initial=0)) > window:
+            own |= _passed(masks, index, number, window, firsts)
+    row = 8 * indptr[rows] + index * keys
+    bits = np.concatenate(((row + begin)[:, None], (row + contexts)[:, None] + firsts), axis=1)
+    return PackedMask(indptr, *_without(np.concatenate((context[:, None], own), axis=1), bits))
+
+
+def _run(first: Any, last: Any) -> npt.NDArray[np.uint64]:
+    """Words whose bits first..last are 1; of places beyond 0 and 64 what lies between these."""
+    return _ones(last) & ~_ones(first)
+
+
+def _ones(count: Any) -> npt.NDArray[np.uint64]:
+    ones: npt.NDArray[np.uint64] = _ONES[np.minimum(np.maximum(count, 0), 64)]
+    return ones
+
+
+def _passed(
+    masks: Masks,
+    index: npt.NDArray[np.int64],
+    number: npt.NDArray[np.int64],
+    window: int,
+    firsts: npt.NDArray[np.int64],
+) -> npt.NDArray[np.uint64]:
+    """Words of the step's tokens that lie ``window`` or more before each: of chains by index, of trees by depth."""
+    found = _run(np.int64(0), index[:, None] - window + 1 - firsts)
+    in_tree = masks != 0
+    bits = _bits(masks[in_tree])
+    passed = bits & (number[in_tree, None] - np.cumsum(bits, axis=1) >= window)
+    found[in_tree] = 0
+    found[in_tree, 0] = np.packbits(passed.astype(np.uint8), axis=1, bitorder="little").view("<u8").ravel()
+    return found
+
+
+def _without(
+    hidden: npt.NDArray[np.uint64], bits: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Bytes of ones without the ``hidden`` bits of words that begin at ``bits``: those that are not 255, and where."""
+    some = np.flatnonzero(hidden)
+    words, first = hidden.ravel()[some], bits.ravel()[some]
+    shift = (first & 7).astype(np.uint64)
+    width = (int(words.max(initial=1)).bit_length() + 14) // 8  # bytes that a shifted word reaches
+    zeros = (words << shift).astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
+    if width > 8:
+        zeros = np.column_stack((zeros, ((words >> (np.uint64(63) - shift)) >> np.uint64(1)).astype(np.uint8)))
+    chosen = np.flatnonzero(zeros)
+    places = ((first >> 3)[:, None] + np.arange(width)).ravel()[chosen]  # ascending, as tokens and their words are
+    begins = np.flatnonzero(np.diff(places, prepend=-1))
+    marks = zeros.ravel()[chosen]
+    return places[begins], 255 - (np.bitwise_or.reduceat(marks, begins) if len(marks) else marks)
 
 
 class MaskMemory:
@@ -159,3 +204,13 @@ def _sent(array: npt.NDArray[np.int64], device: str) -> Tensor:
 def _bits(masks: Masks) -> npt.NDArray[np.uint8]:
     """The bits of each mask, 0 or 1 [n, 64], the least first."""
     return np.unpackbits(masks.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+
+
+def _number(masks: Masks) -> npt.NDArray[np.int64]:
+    """How many bits of each mask are 1."""
+    counts: npt.NDArray[np.int64]
+    if hasattr(np, "bitwise_count"):  # of numpy 2
+        counts = np.bitwise_count(masks.view(np.uint64)).astype(np.int64)
+    else:
+        counts = _bits(masks).sum(axis=1, dtype=np.int64)
+    return counts
