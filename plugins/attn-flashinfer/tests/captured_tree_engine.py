@@ -9,6 +9,7 @@ from typing import Any
 from attncore.abstract import AttentionBackend
 from attncore.builder import MetadataBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_long_engine import CapturedLongEngine
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import JUNK
 from attncore.testing.engines.tree_engine import TreeEngine
@@ -76,3 +77,7 @@ class CapturedTreeEngine(CapturedEngine, TreeEngine):
                 break
             path.append(int(self.random.choice(children)))
         return path
+
+
+class CapturedLongTreeEngine(CapturedTreeEngine, CapturedLongEngine):
+    """The same over rows of a few keys in one step and thousands in the next."""

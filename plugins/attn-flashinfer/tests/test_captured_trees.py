@@ -11,9 +11,10 @@ import torch
 from attn_flashinfer import captured_trees, trees
 from attn_flashinfer.captured_trees import CapturedTrees
 from attn_flashinfer.trees import MaskMemory
-from captured_tree_engine import CapturedTreeEngine
+from captured_tree_engine import CapturedLongTreeEngine, CapturedTreeEngine
 
 from attncore.builder import InputBatch, MetadataBuilder
+from attncore.testing.engines.captured_long_engine import SHORTER
 from attncore.testing.harness.errors import ConformanceError
 
 LAYERS: list[dict[str, Any]] = [
@@ -39,6 +40,10 @@ def test_every_replay_sees_the_trees_of_its_step(tokens: int, features: dict[str
     recorder = run(tokens=tokens, **features)
     masked = [one for one in recorder.of("prefill.plan") if one["uniform_q_len"] == tokens]
     assert {one["window_left"] for one in masked} >= {-1, 4 + tokens - 2, 11 + tokens - 2}
+
+
+def test_rows_that_grow_and_shrink() -> None:
+    CapturedLongTreeEngine(standin.backend(), 5, contexts=SHORTER, sliding_window=200).run()
 
 
 def test_log_sum_exp_and_pages_of_one_token() -> None:

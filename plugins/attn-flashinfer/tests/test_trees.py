@@ -72,7 +72,10 @@ def test_rows_of_padding() -> None:
     assert padded.indptr.tolist() == [0, 2, 2, 2]
     (found,) = unpacked(padded, [Row(3, 5)])
     assert found.astype(int).tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
-    assert packed_mask(np.zeros(4, np.int64), np.arange(0, 6, 2), np.array([0, 0]), None).places.tolist() == []
+    for window in (None, 1, 3):
+        empty = packed_mask(np.zeros(48, np.int64), np.arange(0, 72, 24), np.array([0, 0]), window, 4)
+        assert empty.indptr.tolist() == [0, 0, 0]
+        assert empty.places.tolist() == []
 
 
 def test_what_is_sent_does_not_follow_the_context() -> None:

@@ -103,6 +103,7 @@ def packed_mask(
         context = _run(np.int64(0), np.minimum(contexts, contexts + number - window) - begin)
         if int(number.max(initial=0)) > window:
             own |= _passed(masks, index, number, window, firsts)
+            own[own_keys == 0] = 0
     row = 8 * indptr[rows] + index * keys
     bits = np.concatenate(((row + begin)[:, None], (row + contexts)[:, None] + firsts), axis=1)
     return PackedMask(indptr, *_without(np.concatenate((context[:, None], own), axis=1), bits))
