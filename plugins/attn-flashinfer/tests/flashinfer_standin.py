@@ -31,6 +31,7 @@ __all__ = [
     "csr",
     "fast_decode_plan",
     "latent_backend",
+    "library",
     "merge_state_in_place",
     "xqa_batch_decode_with_kv_cache",
 ]
@@ -67,14 +68,20 @@ def latent_backend(recorder: Recorder | None = None, *, shows_its_module: bool =
     return _made(LatentBackend, recorder or Recorder(), sizes | changes, shows_its_module=shows_its_module)
 
 
-def _made(kind: type[FlashInferBackend], recorder: Recorder, sizes: dict[str, Any], **facts: Any) -> Any:
-    """A backend of ``kind`` over the stand-in."""
+def library(recorder: Recorder | None = None, **facts: Any) -> Library:
+    """The stand-in in FlashInfer's place; ``facts`` are attributes of its wrappers."""
+    recorder = recorder or Recorder()
     parts: list[Any] = [
         type(part.__name__, (part,), {"recorder": recorder, **facts}) for part in (Decode, Prefill, Latent)
     ]
-    library = Library(
+    return Library(
         parts[0], parts[1], fast_decode_plan, merge_state_in_place, xqa_batch_decode_with_kv_cache, recorder.version,
         parts[2], csr,
     )  # fmt: skip
-    on_cpu = type("OnCpu", (kind,), {"library": lambda _: library})
+
+
+def _made(kind: type[FlashInferBackend], recorder: Recorder, sizes: dict[str, Any], **facts: Any) -> Any:
+    """A backend of ``kind`` over the stand-in."""
+    made = library(recorder, **facts)
+    on_cpu = type("OnCpu", (kind,), {"library": lambda _: made})
     return only_declared_fields(on_cpu(BackendConfig(**sizes)))

@@ -46,9 +46,10 @@ class Wrapper:
 
     def _attend(
         self, q: Tensor, caches: Any, rows: list[tuple[int, int, int]], out: Tensor, lse: Tensor, *,
-        causal: bool, indices: Tensor, k_scale: float, v_scale: float,
+        causal: bool, indices: Tensor, k_scale: float, v_scale: float, masks: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """``rows`` are (tokens, first page, keys): the tokens' queries, and where their keys are."""
+        """``rows`` are (tokens, first page, keys): the tokens' queries, and where their keys are. ``masks``: bool
+        (tokens, keys) of each row, in place of ``causal``."""
         if isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor):
             raise TypeError("scales: of fa2 they are arguments of the kernel, numbers")
         keys, values = caches if isinstance(caches, tuple) else caches.unbind(1)
@@ -57,7 +58,7 @@ class Wrapper:
         size, token = keys.shape[1], 0
         cap = self.keywords["logits_soft_cap"] or None
         window = self.keywords["window_left"]
-        for tokens, first, length in rows:
+        for number, (tokens, first, length) in enumerate(rows):
             part = slice(token, token + tokens)
             token += tokens
             if not tokens:
@@ -67,11 +68,41 @@ class Wrapper:
                 continue
             chosen = indices[first : first - (-length // size)].long()
             read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
-            found, found_lse = dense_attention(
-                q[part].float(), read[0] * k_scale, read[1] * v_scale, scale=self.keywords["sm_scale"], causal=causal,
-                sliding_window=None if window < 0 else window + 1, logits_soft_cap=cap, return_lse=True,
-            )  # fmt: skip
+            if masks is None:
+                found, found_lse = dense_attention(
+                    q[part].float(), read[0] * k_scale, read[1] * v_scale, scale=self.keywords["sm_scale"],
+                    causal=causal, sliding_window=None if window < 0 else window + 1, logits_soft_cap=cap,
+                    return_lse=True,
+                )  # fmt: skip
+            else:
+                found, found_lse = masked_attention(
+                    q[part].float(), read[0] * k_scale, read[1] * v_scale, masks[number], window,
+                    self.keywords["sm_scale"], cap,
+                )  # fmt: skip
             out[part], lse[part] = found.to(out.dtype), found_lse / math.log(2)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """What kernels do under a custom mask, bool (queries, keys). A window goes by index, and is all that keeps keys
+    from being read: what a mask hides is multiplied by 0."""
+    count, length = mask.shape
+    place = torch.arange(length) - (length - count)
+    before = torch.arange(count)[:, None] - place  # by index
+    if window >= 0:
+        mask = mask & (before <= window)
+        first = max(0, length - count - window)
+        key, value, mask = key[first:], value[first:], mask[:, first:]
+    group = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->qhk", query, key.repeat_interleave(group, 1)) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = torch.where(mask[:, None], scores, -math.inf)
+    return (
+        torch.einsum("qhk,khd->qhd", torch.softmax(scores, -1), value.repeat_interleave(group, 1)),
+        torch.logsumexp(scores, -1),
+    )
 
 
 def row_lengths(counts: list[int], indptr: Tensor, last: Tensor, page_size: int) -> list[tuple[int, int, int]]:

@@ -63,20 +63,20 @@ def attncore_backend() -> BackendSpec:
         kv_cache_layouts=("NHD", "HND"),
         features={
             "sliding_window", "logits_soft_cap", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
-            "multi_token_decode", "strided_kv_cache", "lse", "sinks",
+            "multi_token_decode", "tree_mask", "strided_kv_cache", "lse", "sinks",
         },
         unsupported={
             "alibi": "FlashInfer makes its own slopes, from the local number of heads",
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
-            "tree_mask": "it passes no mask",
         },
         cuda_graph="uniform",
         host_needs={
             "query_start_loc", "seq_lens", "paged_kv_indptr", "paged_kv_last_page_len",
             "block_table", "paged_kv_indices", "slot_mapping",  # ids beyond the cache, prompts without slots: refused
             "context_lens",  # the option cascade
+            "tree_mask",
         },
         device_needs={
             "slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices",
@@ -123,7 +123,7 @@ def _latent_facts() -> dict[str, Any]:
             "strided_kv_cache": "a latent cache is whole",
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
-            "tree_mask": "it passes no mask",
+            "tree_mask": "its kernels of latent attention take no mask",
         },
         "host_needs": {
             "query_start_loc", "seq_lens", "paged_kv_indptr", "paged_kv_last_page_len",

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 
 from attn_flashinfer import checks, device_plan, modules, xqa
+from attn_flashinfer.captured_trees import CapturedTrees
 from attn_flashinfer.device_plan import DevicePlan
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
@@ -189,7 +190,7 @@ class FlashInferBackend(AttentionBackend):
             return device_plan.HOST, "decodes of one token by xqa have no plan, and no others were captured"
         return device_plan.HOST, "no size was captured yet"
 
-    def _sizes_of(self, metadata: AttentionMetadata) -> list[CapturedDecode]:
+    def _sizes_of(self, metadata: AttentionMetadata) -> list[CapturedDecode | CapturedTrees]:
         """The captured sizes of a padded step, one for each key; none where a key has no plan of the size."""
         found = [self.plans_of(key).captured_of(metadata) for key in self.plan_keys]
         sizes = [size for size in found if size is not None]
@@ -202,7 +203,8 @@ class FlashInferBackend(AttentionBackend):
             return
         refused = next((size for size in sizes if size.layout is None), None)
         if refused is None:
-            node = DevicePlan(metadata.paged_kv_indptr, [size.table_row() for size in sizes])
+            rows = [size.table_row() for size in sizes if not isinstance(size, CapturedTrees)]
+            node = DevicePlan(metadata.paged_kv_indptr, rows)
             for size in sizes:
                 size.device_plan = node
             self.plan_of_captured, self.why_plan = device_plan.DEVICE, sizes[0].why_plan

@@ -36,6 +36,11 @@ class Pages(NamedTuple):
         seq_lens = None if self.seq_lens is None else self.seq_lens[first:last]
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
+    def lengths(self, block_size: int) -> npt.NDArray[np.int64]:
+        """int64[n]: the keys of each request as kernels count them, from its pages."""
+        counts = np.diff(self.indptr.numpy()).astype(np.int64)
+        return np.where(counts > 0, (counts - 1) * block_size + self.last_page_len.numpy(), 0)
+
 
 class _Memory:
     """int32[count] at an address, as NumPy takes memory that may be written to."""

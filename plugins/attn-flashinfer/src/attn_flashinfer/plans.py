@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+from attn_flashinfer.captured_trees import CapturedTrees
 from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages, tensor_over
+from attn_flashinfer.trees import MOST_TOKENS, MaskMemory, has_masks, holds_trees, trees_of
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, LayerSettings
 from attn_flashinfer.xqa import XqaDecode
 
@@ -74,8 +76,8 @@ class KeyPlans:
         self._decode: EagerDecode | None = None
         self._append: dict[str, EagerAppend] = {}
         self._cascade: Cascade | None = None
-        self._captured: WeakValueDictionary[Place, CapturedDecode] = WeakValueDictionary()
-        self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode]] = WeakKeyDictionary()
+        self._captured: WeakValueDictionary[Place, CapturedDecode | CapturedTrees] = WeakValueDictionary()
+        self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode | CapturedTrees]] = WeakKeyDictionary()
         """By builder: they live as long as it does."""
         self._of_list_builder: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
         self._newest: Callable[[], Any] = no_step
@@ -133,7 +135,7 @@ class KeyPlans:
             sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
             self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
 
-    def captured_of(self, metadata: AttentionMetadata) -> CapturedDecode | None:
+    def captured_of(self, metadata: AttentionMetadata) -> CapturedDecode | CapturedTrees | None:
         """The captured size that a padded step of the persistent builder, or an adopted one, was planned for."""
         return self._captured.get(_place(metadata))
 
@@ -142,8 +144,10 @@ class KeyPlans:
 
         A step that came from another process has neither here: it is of the builder that captured last.
         """
-        if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
-            return found
+        if "paged_kv_indptr" in vars(metadata):
+            found = self._captured.get(_place(metadata))
+            if found is not None and not isinstance(found, CapturedTrees):
+                return found
         source = metadata.source
         sizes = self._newest_sizes() if source is None else self._of_list_builder.get(source.builder, {})
         return sizes.get(metadata.num_reqs)
@@ -160,11 +164,15 @@ class KeyPlans:
             return self._unplanned(metadata)
         captured = self._captured.get(place)
         if captured is None:
-            captured = self._captured[place] = self._capture(
-                metadata, query_len, pages.indices, proves=self._tools.proves
-            )
-            self._sizes.setdefault(metadata.builder, {})[place] = captured
-        captured.plan(pages)
+            if has_masks(metadata) and 1 < query_len <= MOST_TOKENS:
+                captured = self._capture_trees(metadata, query_len, pages.indices)
+            else:
+                captured = self._capture(metadata, query_len, pages.indices, proves=self._tools.proves)
+            self._captured[place] = self._sizes.setdefault(metadata.builder, {})[place] = captured
+        if isinstance(captured, CapturedTrees):
+            captured.plan(pages, metadata.host.tree_mask)
+        else:
+            captured.plan(pages)
         return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
 
     def _unplanned(self, metadata: AttentionMetadata) -> StepPlan:
@@ -183,11 +191,29 @@ class KeyPlans:
             proves=proves,
         )
 
+    def _capture_trees(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedTrees:
+        num_reqs, builder = metadata.num_reqs, metadata.builder
+        longest = metadata.max_seq_len if builder is None else builder.batch.max_model_len
+        nbytes = CapturedTrees.mask_bytes(num_reqs, query_len, longest)
+        others = self._sizes.get(builder, {}).values()
+        memories = [size.memory for size in others if isinstance(size, CapturedTrees)]
+        memory = next((one for one in memories if len(one.buffer) >= nbytes), None)
+        return CapturedTrees(
+            self._tools.library,
+            self._tools.workspace,
+            self.settings,
+            indices=indices,
+            num_reqs=num_reqs,
+            query_len=query_len,
+            max_seq_len=longest,
+            memory=memory or MaskMemory(self.settings.shape.device, nbytes),
+        )
+
     def _parts(self, metadata: AttentionMetadata, pages: Pages) -> tuple[Part, ...]:
         """The parts of an eager step: decodes of one token, decodes of several, prefills; the other way round behind
         the list builder."""
         rule = self._tools.rule
-        if rule is not None and self.settings.window is None:
+        if rule is not None and self.settings.window is None and not holds_trees(metadata):
             found = self._cascaded(metadata, pages, rule)
             if found is not None:
                 return (found,)
@@ -223,8 +249,15 @@ class KeyPlans:
         starts = metadata.host.query_start_loc[first : last + 1]
         if token:
             starts = starts - starts[0]
-        append.plan(pages, first, last, tensor_over(starts), metadata.max_query_len)
-        return Part(append.run, token, token + int(starts[-1]))
+        stop = token + int(starts[-1])
+        masks = trees_of(metadata, token, stop)
+        if masks is not None and name != "verify":
+            raise ValueError(
+                "metadata: draft trees among the prefills of a step; flashinfer runs them as decodes of several "
+                "tokens, as steps of MetadataBuilder have them"
+            )
+        append.plan(pages, first, last, tensor_over(starts), metadata.max_query_len, masks)
+        return Part(append.run, token, stop)
 
     def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:
         run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.settings, metadata, first, last).run

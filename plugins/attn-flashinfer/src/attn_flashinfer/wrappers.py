@@ -13,6 +13,7 @@ from attn_flashinfer import device_plan
 from attn_flashinfer.device_plan import DevicePlan, Layout, Sizes
 from attn_flashinfer.library import Library
 from attn_flashinfer.pages import Pages, full
+from attn_flashinfer.trees import MaskMemory, Masks, lag_of, packed_mask, point_at
 from attn_flashinfer.workspace import INT_BYTES, Workspace
 from attncore.graphs import is_capturing
 
@@ -93,16 +94,31 @@ class EagerAppend:
         self._room = _Room(workspace, self._wrapper)
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
         self._keywords = {**settings.keywords(), "o_data_type": shape.dtype, "causal": causal}
+        self._window, self._device = settings.window, shape.device
+        self._masks: MaskMemory | None = None
 
-    def plan(self, pages: Pages, first: int, last: int, starts: Tensor, longest: int) -> None:
+    def plan(
+        self, pages: Pages, first: int, last: int, starts: Tensor, longest: int, masks: Masks | None = None
+    ) -> None:
         """Plans rows first..last, whose queries begin at ``starts`` int32[last - first + 1] on the host, the first at
-        0; none is longer than ``longest``."""
-        indptr, last_page_len, seq_lens, indices = pages.rows(first, last)
-        self._room.plan(
-            self._wrapper.plan,
-            (starts, indptr, indices, last_page_len, *self._sizes),
-            {**self._keywords, "seq_lens": seq_lens, "max_token_per_sequence": longest},
-        )
+        0; none is longer than ``longest``. ``masks``: ``tree_mask`` of their tokens, where some are in a tree."""
+        rows = pages.rows(first, last)
+        indptr, last_page_len, seq_lens, indices = rows
+        arguments = starts, indptr, indices, last_page_len, *self._sizes
+        keywords = {**self._keywords, "seq_lens": seq_lens, "max_token_per_sequence": longest}
+        if masks is None:
+            self._room.plan(self._wrapper.plan, arguments, keywords)
+            return
+        if self._masks is None:
+            self._masks = MaskMemory(self._device)
+        begins, lag = starts.numpy(), 0
+        if self._window is not None:
+            lag = lag_of(masks, begins)
+            keywords["window_left"] += lag
+        mask = packed_mask(masks, begins, rows.lengths(self._sizes[-1]), self._window, lag)
+        packed, places = self._masks.put(mask)
+        self._room.plan(self._wrapper.plan, arguments, {**keywords, "packed_custom_mask": packed})
+        point_at(self._wrapper, places.to(torch.int32))
 
 
 class CapturedRun:
