@@ -246,12 +246,17 @@ def xqa_batch_decode_with_kv_cache(
     for tensor in (query, block_tables, seq_lens, out):
         if not tensor.is_contiguous():
             raise ValueError(f"XQA takes no strides: {tuple(tensor.shape)} {tensor.stride()}")
+    fp8 = keys.dtype == torch.float8_e4m3fn
+    if fp8:  # in which it multiplies then, the rows of a last page that hold no token by 0
+        query = query.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     for row, length in enumerate(seq_lens.tolist()):
         chosen = block_tables[row, : -(-length // keys.shape[1])].long()
-        read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
+        pages = [half[chosen].flatten(0, 1).float() for half in (keys, values)]
+        read = [half[:length] for half in pages]
         found = dense_attention(
             query[row : row + 1].float(), *read, scale=float(bmm1_scale),
             sliding_window=None if window_left < 0 else window_left + 1, sinks=sinks,
-        ) if length else torch.zeros_like(query[:1])  # fmt: skip
-        out[row] = (found[0] * bmm2_scale).to(out.dtype)
+        ) if length else torch.zeros(1, *query.shape[1:])  # fmt: skip
+        unused = [(half[length:] * 0.0).sum(0).repeat_interleave(query.shape[1] // half.shape[1], 0) for half in pages]
+        out[row] = (found[0] * bmm2_scale + sum(unused) * fp8).to(out.dtype)
     return out

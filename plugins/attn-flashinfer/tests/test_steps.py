@@ -56,6 +56,10 @@ def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str) -> None
     options: dict[str, Any] = {"decode": decode}
     backend = standin.backend(recorder, kv_cache_dtype="fp8_e4m3", block_size=16, options=options)
     k_scale, v_scale = torch.tensor([1024.0, 256.0])[:heads], torch.tensor([512.0, 2048.0])[:heads]
+    if heads == 2 and decode == "xqa":
+        with pytest.raises(ValueError, match="k_scale: decode=xqa reads one scale for all heads"):
+            Engine(backend, k_scale=k_scale, v_scale=512.0)
+        return
     for given in ((k_scale, v_scale), (k_scale, 512.0)):
         engine = Engine(backend, k_scale=given[0], v_scale=given[1], scale=64**-0.5 / 1024)
         run_batch(engine, MIXED)

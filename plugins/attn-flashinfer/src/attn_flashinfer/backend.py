@@ -257,7 +257,7 @@ def _decode_kernel(config: BackendConfig) -> str:
         )
     group = config.num_heads // config.num_kv_heads
     asked = str(config.options.get("decode", "auto"))
-    kernel = checks.automatic(group) if asked == "auto" else asked
+    kernel = checks.automatic(group, config.variant) if asked == "auto" else asked
     problem = ""
     if kernel == XQA:
         problem = checks.xqa_problem(

@@ -17,6 +17,9 @@ INSTALL = (
 )
 
 
+XQA = "xqa"
+XQA_VARIANTS = ("xqa_built", "xqa_jit")
+"""Variants whose decodes of one token run by XQA where the option asks for nothing else."""
 XQA_WINDOW_FP8 = "has not been shown right for windows over an fp8 cache"
 XQA_E5M2 = "decode=xqa: a cache of fp8_e5m2; of fp8 its kernel reads e4m3, and takes other bytes for numbers of 16 bits"
 
@@ -35,6 +38,25 @@ def compiled(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     """Reasons against the variant that compiles: no compiler."""
     yield from _both(request, host)
     yield from _no_compiler(host)
+
+
+def xqa_built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
+    """Reasons against decodes by XQA that compile nothing."""
+    yield from _by_itself(request)
+    yield from _not_built(needed(request, XQA), host)
+
+
+def xqa_compiled(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
+    """Reasons against decodes by XQA that compile."""
+    yield from _by_itself(request)
+    yield from _no_compiler(host)
+
+
+def _by_itself(request: AttentionRequest) -> Iterator[str]:
+    """Why XQA is not what the request is given where it asks for no kernel."""
+    asked = _asked_decode(request)
+    if asked not in ("auto", XQA):
+        yield f"decode={asked}: asked for; this variant is that of XQA"
 
 
 def latent_built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
@@ -124,14 +146,15 @@ def _latent(request: AttentionRequest, host: Host) -> Iterator[str]:
         yield problem
 
 
-def needed(request: AttentionRequest) -> list[str]:
-    """The modules that layers with the request's window and soft cap load; none for dtypes that FlashInfer lacks."""
+def needed(request: AttentionRequest, kernel: str = "") -> list[str]:
+    """The modules that layers with the request's window and soft cap load, whose decodes ``kernel`` runs, by default
+    what the option asks for; none for dtypes that FlashInfer lacks."""
     if not _has_names(request):
         return []
     group = request.num_heads // request.num_kv_heads
     return modules_of(
         (request.dtype, request.kv_cache_dtype, request.head_size),
-        decode_kernel(request, group),
+        kernel or decode_kernel(request, group),
         group,
         request.block_size or 16,
         window=request.sliding_window is not None,
@@ -156,13 +179,17 @@ def modules_of(
 
 def decode_kernel(request: AttentionRequest, group: int) -> str:
     """What the option ``decode`` comes to."""
-    asked = str(request.options.get("flashinfer", {}).get("decode", "auto"))
+    asked = _asked_decode(request)
     return automatic(group) if asked == "auto" else asked
 
 
-def automatic(group: int) -> str:
+def _asked_decode(request: AttentionRequest) -> str:
+    return str(request.options.get("flashinfer", {}).get("decode", "auto"))
+
+
+def automatic(group: int, variant: str = "") -> str:
     """The kernel of decodes where none is asked for: the faster one in the measurements of README.md."""
-    return "tensor_cores"
+    return XQA if variant in XQA_VARIANTS else "tensor_cores"
 
 
 def xqa_problem(group: int, page: int, soft_cap: float | None, kv_cache_dtype: str, device: str) -> str:
@@ -205,5 +232,7 @@ def _both(request: AttentionRequest, host: Host) -> Iterator[str]:
             yield f"decode=xqa: it {XQA_WINDOW_FP8}"
         if "lse" in request.features:
             yield "decode=xqa: it returns no log-sum-exp"
+        if "kv_scales_per_head" in request.features:
+            yield "decode=xqa: it reads one scale for all heads"
     elif kernel == "cuda_cores" and (problem := cuda_core_problem(group)):
         yield problem

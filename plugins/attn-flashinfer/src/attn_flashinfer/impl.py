@@ -26,6 +26,7 @@ class FlashInferImpl(AttentionImpl):
 
     backend: FlashInferBackend
     not_taken: tuple[str, ...] = ("alibi_slopes",)
+    _of_xqa: dict[str, Any]
 
     def __init__(self, backend: FlashInferBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
@@ -38,6 +39,10 @@ class FlashInferImpl(AttentionImpl):
         if self.sliding_window is not None and fp8 and backend.decode_kernel == "xqa":
             raise ValueError(
                 f"sliding_window: decode=xqa {XQA_WINDOW_FP8}; create the backend with another kernel of decodes"
+            )
+        if backend.decode_kernel == "xqa" and not isinstance(self.k_scale, float) and self.k_scale.numel() > 1:
+            raise ValueError(
+                "k_scale: decode=xqa reads one scale for all heads; create the backend with another kernel of decodes"
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self.scales_changed()
@@ -61,8 +66,12 @@ class FlashInferImpl(AttentionImpl):
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         self._scales = {name: scale for name, scale in scales.items() if isinstance(scale, float) and scale != 1.0}
         self._of_query = self._of_output = None
+        self._of_xqa = self._scales
         if not isinstance(self.k_scale, float):
             self._of_query = self.k_scale.view(-1, 1, 1)
+            if self.k_scale.numel() == 1:
+                # XQA rounds queries to the cache's fp8, and cuts off what is too large for it, but takes a tensor.
+                self._of_xqa = {**self._scales, "k_scale": self.k_scale.view(-1)}
         if not isinstance(self.v_scale, float):
             self._of_output = self.v_scale.view(-1, 1, 1)
 
@@ -135,18 +144,22 @@ class FlashInferImpl(AttentionImpl):
         if output is None:
             output = self._empty(query)
         target = output if output.is_contiguous() else self._empty(query)
+        given = query
         if self._of_query is not None:
             scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
             query = scaled
         scales, count, add_sinks = self._scales, query.shape[0], self._add_sinks
-        for run, start, stop, has_sinks in step.parts:
-            if stop - start == count:
-                part, out = query, target
-            else:
-                part, out = query[start:stop], target[start:stop]
-            if lse is None and (add_sinks is None or has_sinks):
-                run(part, caches, out=out, **scales, **({"sinks": self.sinks} if has_sinks else {}))
+        for run, start, stop, by_xqa in step.parts:
+            whole = stop - start == count
+            out = target if whole else target[start:stop]
+            if by_xqa and lse is None:
+                part = given if "k_scale" in self._of_xqa else query
+                run(part if whole else part[start:stop], caches, out=out, sinks=self.sinks, **self._of_xqa)
+                continue
+            part = query if whole else query[start:stop]
+            if lse is None and add_sinks is None:
+                run(part, caches, out=out, **scales)
                 continue
             found = run(part, caches, out=out, return_lse=True, **scales)[1]
             if add_sinks is not None:

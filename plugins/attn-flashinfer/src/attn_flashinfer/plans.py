@@ -27,13 +27,13 @@ Place = tuple[int, int, int]
 
 
 class Part(NamedTuple):
-    """Tokens start..stop of a step, and the call that attends for them: ``run(query, caches, out=..., ...)``, which
-    takes the layer's ``sinks`` where it has any."""
+    """Tokens start..stop of a step, and the call that attends for them: ``run(query, caches, out=..., ...)``; that of
+    XQA takes the layer's sinks, and a tensor as ``k_scale``."""
 
     run: Callable[..., Any]
     start: int
     stop: int
-    has_sinks: bool = False
+    by_xqa: bool = False
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ class KeyPlans:
 
     def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:
         run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.settings, metadata, first, last).run
-        return Part(run, token, token + last - first, has_sinks=True)
+        return Part(run, token, token + last - first, by_xqa=True)
 
     def _cascaded(self, metadata: AttentionMetadata, pages: Pages, rule: CascadeRule) -> Part | None:
         if self._cascade is None:

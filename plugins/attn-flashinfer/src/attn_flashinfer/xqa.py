@@ -43,7 +43,7 @@ class XqaDecode:
         caches: tuple[Tensor, Tensor],
         *,
         out: Tensor,
-        k_scale: float = 1.0,
+        k_scale: float | Tensor = 1.0,
         v_scale: float = 1.0,
         return_lse: bool = False,
         sinks: Tensor | None = None,
