@@ -115,6 +115,17 @@ def test_eager_steps(changes: dict[str, Any], features: dict[str, Any]) -> None:
     run(TreeEngine(standin.backend(**changes), num_blocks=500, with_lse=not xqa, **features))
 
 
+def test_blocks_that_a_window_has_passed() -> None:
+    """They hold finite numbers, as the spec asks: a kernel's window is wider than a tree's."""
+    engine = TreeEngine(standin.backend(), num_blocks=100, sliding_window=6)
+    for name in "ab":
+        engine.add(name, 80)
+    engine.fill({"a": 40, "b": 27})
+    for name in "ab":
+        engine.release_passed(name, 6)
+    engine.tree_step({}, {"a": DEEP, "b": [-1] * 12})
+
+
 def test_a_shared_prefix_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two passes of the option cascade have no mask: a step with a tree does without them."""
     monkeypatch.setattr(module, "CascadeRule", lambda: CascadeRule(min_requests=2, min_prefix_tokens=4, min_saving=0.0))
