@@ -113,6 +113,16 @@ def test_inference_mode_first_or_afterwards(first: bool) -> None:
                 builder.keep_paths({"a": []})
 
 
+def test_where_trees_are_planned_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    backend, (builder, _) = builders_of(standin.Recorder("0.7.2"))
+    caplog.set_level("INFO")
+    builder.capture(2, 6)
+    assert [(one.levelname, one.message.rpartition(": ")[2]) for one in caplog.records] == [
+        ("INFO", "the masks of draft trees are made on the host, with each step's plan")
+    ]
+    assert backend.plan_of_captured == "host"
+
+
 def test_a_plan_on_the_device_that_is_asked_for_is_refused() -> None:
     backend = standin.backend(standin.Recorder("0.7.2"), options={"plan": "device"})
     with pytest.raises(
