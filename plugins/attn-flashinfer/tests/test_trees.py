@@ -12,13 +12,13 @@ from attn_flashinfer import backend as module
 from attn_flashinfer import trees, wrappers
 from attn_flashinfer.trees import MaskMemory, lag_of, packed_mask
 from masks_by_hand import Row, drawn_rows, step_of
+from tree_steps import DEEP, run
 
 from attncore.builder import CascadeRule, InputBatch, MetadataBuilder
 from attncore.testing.engines.steps_on_device import copied
 from attncore.testing.engines.tree_engine import TreeEngine
 from attncore.testing.harness.errors import ConformanceError
 
-DEEP = [-1, 0, -1, 1, 3, 2, 4, 6, 5, 7, 9]
 LAYERS: list[dict[str, Any]] = [{}, {"sliding_window": 6}, {"sliding_window": 3, "logits_soft_cap": 1.5}]
 
 
@@ -88,18 +88,6 @@ def test_masks_that_no_offset_reaches_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trees, "MOST_BYTES", 40)
     with pytest.raises(ValueError, match="metadata: the masks of draft trees take 42 bytes, and FlashInfer takes 40"):
         packed_mask(*step_of([Row(DEEP, 28)]), None)
-
-
-def run(engine: TreeEngine) -> None:
-    """Trees beside decodes, drafts of chains and a prompt; then without any tree; then again."""
-    contexts = {"a": 5, "b": engine.block_size, "c": 13, "one": 7, "chain": 9}
-    for name in (*contexts, "prompt"):
-        engine.add(name, 70)
-    engine.fill(contexts)
-    engine.tree_step({"one": 1, "chain": 3, "prompt": 5}, {"a": DEEP, "b": [-1] * 4, "c": []})
-    engine.keep({"a": [2, 5, 8], "b": [3], "c": []}, {"a": DEEP, "b": [-1] * 4, "c": []})
-    engine.tree_step({"one": 2, "chain": 1, "prompt": 3}, {})
-    engine.tree_step({"one": 1}, {"a": [-1, -1, 0], "chain": [*range(-1, 6)]}, pad_reqs=2, pad_tokens=3)
 
 
 @pytest.mark.parametrize("features", LAYERS, ids=str)
