@@ -87,12 +87,12 @@ class Worker:
         if strange := [name for name in wanted if name not in known]:
             raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
         self.model, self.device, self.threads = model.eval(), str(model.device), threads
-        if graph_sizes is None:
-            on_gpu = self.device.startswith("cuda")
-            graph_sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens)) if on_gpu else ()
+        chosen, sizes = graph_sizes is None, graph_sizes or ()
+        if chosen and self.device.startswith("cuda"):
+            sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens))
         with suppress(ValueError):  # no layers of latent attention, or none whose weights can be absorbed
             use_latent_caches(model)
-        layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
+        layers, level = attention_layers(model), "uniform_decode" if sizes else "never"
         if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
             raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
         if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
@@ -133,7 +133,7 @@ class Worker:
                 compile_layers(model, self.caches, **({} if compile is True else compile))
         self.mixed: list[MixedSteps] = []
         self.whole: dict[tuple[int, int], Any] = {}  # graphs of steps with prefills, by rows and tokens
-        self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
+        self.graphs = self._decode_graphs(sorted({min(n, max_num_reqs) for n in sizes}, reverse=True), chosen)
         self._capture_mixed(mixed_sizes)
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
@@ -219,6 +219,20 @@ class Worker:
             launch(self._run, metadata)
             launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
         return graph
+
+    def _decode_graphs(self, sizes: list[int], chosen: bool) -> dict[int, Any]:
+        """Graphs of decodes; none where the sizes were ``chosen`` here and the model cannot be captured."""
+        graphs = {}
+        for size in sizes:
+            try:
+                graphs[size] = self._captured(size)
+            except RuntimeError as error:
+                if not chosen or graphs:
+                    raise
+                logging.getLogger(__name__).warning("%s runs without graphs: %s", type(self.model).__name__, error)
+                self.builder.release(size)
+                break
+        return graphs
 
     def _capture_mixed(self, sizes: tuple[int, ...] | None) -> None:
         most = self.builder.max_num_batched_tokens

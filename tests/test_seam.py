@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 TEMPLATE = sorted((ROOT / "attncore" / "template").rglob("*.py.txt"))
 SOURCES = [*sorted(ROOT.glob("plugins/*/src/**/*.py")), *TEMPLATE]
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
-OF_LIBRARIES = {"_plan_info", "_vllm_fa3_C"}
-"""FlashInfer's description of a plan, which has no public name: where it is missing, plans stay the host's. Of vLLM the
-name under which its library of FlashAttention 3 registers its operators.
+OF_LIBRARIES = {"_plan_info", "_mask_indptr_buf", "_vllm_fa3_C"}
+"""FlashInfer's description of a plan, which has no public name: where it is missing, plans stay the host's; and where
+the masks of an eager step begin, which its plan computes wrongly: where it is missing, draft trees are refused. Of vLLM
+the name under which its library of FlashAttention 3 registers its operators.
 """
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 

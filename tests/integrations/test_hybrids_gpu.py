@@ -22,12 +22,13 @@ def test_every_request_says_what_it_says_alone(name, backend, captured):
     """In float32, so that tokens are the same."""
     model = hybrid(name, "cuda")
     expected = [greedy(model, prompt, 12) for prompt in prompts()]
-    sizes = (1, 2, 4) if captured else ()
+    sizes = None if captured else ()
     try:
         engine = Engine(model, **{**FEW, "num_blocks": 24, "block_size": 16}, backend=backend, graph_sizes=sizes)
     except NoBackendError as error:
         pytest.skip(f"{backend} does not run {name} here: {str(error).splitlines()[0]}")
-    assert sorted(engine.graphs) == list(sizes)
+    # What transformers computes by itself of these two copies from the host in each step.
+    assert sorted(engine.graphs) == ([1, 2, 4] if captured and name not in ("Qwen3Next", "Jamba") else [])
     dirty(engine)
     assert run(engine, prompts(), 12) == expected
     assert run(engine, prompts()[::-1], 12) == expected[::-1]  # in slots that others have left

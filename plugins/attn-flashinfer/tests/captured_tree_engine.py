@@ -56,6 +56,7 @@ class CapturedTreeEngine(CapturedEngine, TreeEngine):
         metadata = self.builder.build(self.scheduled(counts), trees=trees, bucket=size)
         graph, output = self.graphs[size]
         metadata.replay(graph)
+        self.lse = self._lses.get(size, self.lse)
         answer = output[:count].cpu()
         self.check_cache(before, metadata.host.slot_mapping[:count])
         requests = [StepRequest(name, self.tokens_each, self.context(name)) for name in metadata.req_ids]

@@ -258,5 +258,5 @@ def xqa_batch_decode_with_kv_cache(
             sliding_window=None if window_left < 0 else window_left + 1, sinks=sinks,
         ) if length else torch.zeros(1, *query.shape[1:])  # fmt: skip
         unused = [(half[length:] * 0.0).sum(0).repeat_interleave(query.shape[1] // half.shape[1], 0) for half in pages]
-        out[row] = (found[0] * bmm2_scale + sum(unused) * fp8).to(out.dtype)
+        out[row] = (found[0] * bmm2_scale + (sum(unused) if fp8 else 0.0)).to(out.dtype)
     return out

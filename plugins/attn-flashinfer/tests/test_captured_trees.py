@@ -95,6 +95,34 @@ def test_the_largest_size_has_the_mask_of_all_sizes() -> None:
     assert found[:2] * 3 + found[6:8] * 3 == found
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_first_or_afterwards(first: bool) -> None:
+    backend, (builder, _) = builders_of(standin.Recorder())
+    batch = builder.batch
+    impl, cache = backend.impl("layers.2", scale=0.5), backend.allocate_kv_cache(16)
+    batch.add_request("a", [1, 2, 3], 3)
+    tensors = [torch.randn(12, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    with torch.inference_mode(first):
+        builder.capture(2, 6)
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            for options in ({"bucket": 2}, {}):
+                metadata = builder.build(trees={"a": [-1, -1, 0, 0, 1]}, **options)
+                count = metadata.num_tokens
+                assert impl.forward(*(one[:count] for one in tensors), cache, metadata).shape == (count, 4, 64)
+                builder.keep_paths({"a": []})
+
+
+def test_where_trees_are_planned_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    backend, (builder, _) = builders_of(standin.Recorder("0.7.2"))
+    caplog.set_level("INFO")
+    builder.capture(2, 6)
+    assert [(one.levelname, one.message.rpartition(": ")[2]) for one in caplog.records] == [
+        ("INFO", "the masks of draft trees are made on the host, with each step's plan")
+    ]
+    assert backend.plan_of_captured == "host"
+
+
 def test_a_plan_on_the_device_that_is_asked_for_is_refused() -> None:
     backend = standin.backend(standin.Recorder("0.7.2"), options={"plan": "device"})
     with pytest.raises(

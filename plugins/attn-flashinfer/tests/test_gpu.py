@@ -50,7 +50,7 @@ def test_long_contexts_in_mixed_batches(features: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_hnd_and_an_fp8_cache_with_scales(dtype: str) -> None:
     for layout in ("NHD", "HND"):
-        backend = made(kv_cache_layout=layout, kv_cache_dtype=dtype)
+        backend = made(kv_cache_layout=layout, kv_cache_dtype=dtype, features={"lse"})
         engine = Engine(backend, num_blocks=160, k_scale=2.0, v_scale=4.0, scale=64**-0.5 / 2, with_lse=True)
         run_batch(engine, LONG)
 
@@ -63,7 +63,11 @@ def test_hnd_and_an_fp8_cache_with_scales(dtype: str) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str, dtype: str) -> None:
     """None is a power of two: what is multiplied into the query and the output is rounded there once."""
-    backend = made({"decode": decode}, kv_cache_dtype=dtype)
+    if decode == "xqa" and heads > 1:
+        pytest.skip("XQA reads one scale for all heads")
+    features = {"kv_scales_on_device"} | ({"kv_scales_per_head"} if heads > 1 else set())
+    features |= {"lse"} if decode != "xqa" else set()
+    backend = made({"decode": decode}, kv_cache_dtype=dtype, features=features)
     scales = {"k_scale": torch.tensor([3.0, 0.7])[:heads], "v_scale": torch.tensor([0.3, 5.0])[:heads]}
     engine = Engine(backend, num_blocks=160, scale=64**-0.5 / 3, with_lse=decode != "xqa", **scales)
     run_batch(engine, LONG)
@@ -91,6 +95,27 @@ def test_decodes_on_cuda_cores() -> None:
 def test_decodes_by_xqa(dtype: str) -> None:
     for features in ({}, {"sliding_window": 33}) if dtype == "auto" else ({},):
         run_batch(Engine(made({"decode": "xqa"}, kv_cache_dtype=dtype), num_blocks=160, **features), LONG)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"k_scale": 3.0, "v_scale": 0.5},
+        {"k_scale": torch.tensor(1024.0), "v_scale": torch.tensor(0.25), "scale": 64**-0.5 / 1024},
+        {"sinks": [0.5, -1.0, 2.0, 0.0]},
+    ],
+    ids=str,
+)
+def test_xqa_over_fp8_without_being_asked(features: dict[str, Any]) -> None:
+    """Chosen by itself; in graphs too, and with tensors far from 1 as scales."""
+    backend = made(kv_cache_dtype="fp8_e4m3", features={"kv_scales_on_device", "sinks"})
+    assert backend.config.variant.startswith("xqa"), backend.config.variant
+    run_batch(Engine(backend, num_blocks=160, **features), LONG)
+    engine = CapturedEngine(backend, 1, junk=math.nan, **features)
+    for _ in range(60):
+        engine.change()
+        engine.replayed()
 
 
 def test_xqa_over_what_nobody_owns() -> None:

@@ -34,6 +34,13 @@ def test_nvidia_gpus_since_ampere(device: str) -> None:
     assert choice.kv_cache_layout == "HND"
 
 
+@pytest.mark.parametrize("decode", ["auto", "cuda_cores", "xqa"])
+def test_draft_trees(decode: str) -> None:
+    """Decodes of several tokens, which no option of ``decode`` concerns."""
+    features = {"tree_mask", "sliding_window", "multi_token_decode"}
+    assert choose(negotiated(features=features, options={"flashinfer": {"decode": decode}})).variant == "jit"
+
+
 @pytest.mark.parametrize("device", ["sm_75", "gfx942", "cpu"])
 def test_other_devices_are_refused(device: str) -> None:
     assert "device" in refusal(device)
@@ -62,6 +69,10 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
         ({"alibi": True}, "FlashInfer makes its own slopes"),
         ({"features": {"encoder"}}, "it plans attention over the paged cache only"),
         ({"use_mla": True, "num_kv_heads": 1}, "head_size 128 not supported"),
+        (
+            {"use_mla": True, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "features": {"tree_mask"}},
+            "its kernels of latent attention take no mask",
+        ),
         ({"cuda_graph": "always"}, "cuda_graph always not supported"),
         ({"allow_compile": False}, "which compiles kernels at first use"),
         ({"options": {"flashinfer": {"decode": "fastest"}}}, "'fastest' is not one of"),

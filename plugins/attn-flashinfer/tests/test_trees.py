@@ -12,13 +12,13 @@ from attn_flashinfer import backend as module
 from attn_flashinfer import trees, wrappers
 from attn_flashinfer.trees import MaskMemory, lag_of, packed_mask
 from masks_by_hand import Row, drawn_rows, step_of
+from tree_steps import DEEP, run
 
 from attncore.builder import CascadeRule, InputBatch, MetadataBuilder
 from attncore.testing.engines.steps_on_device import copied
 from attncore.testing.engines.tree_engine import TreeEngine
 from attncore.testing.harness.errors import ConformanceError
 
-DEEP = [-1, 0, -1, 1, 3, 2, 4, 6, 5, 7, 9]
 LAYERS: list[dict[str, Any]] = [{}, {"sliding_window": 6}, {"sliding_window": 3, "logits_soft_cap": 1.5}]
 
 
@@ -90,18 +90,6 @@ def test_masks_that_no_offset_reaches_are_refused(monkeypatch: pytest.MonkeyPatc
         packed_mask(*step_of([Row(DEEP, 28)]), None)
 
 
-def run(engine: TreeEngine) -> None:
-    """Trees beside decodes, drafts of chains and a prompt; then without any tree; then again."""
-    contexts = {"a": 5, "b": engine.block_size, "c": 13, "one": 7, "chain": 9}
-    for name in (*contexts, "prompt"):
-        engine.add(name, 70)
-    engine.fill(contexts)
-    engine.tree_step({"one": 1, "chain": 3, "prompt": 5}, {"a": DEEP, "b": [-1] * 4, "c": []})
-    engine.keep({"a": [2, 5, 8], "b": [3], "c": []}, {"a": DEEP, "b": [-1] * 4, "c": []})
-    engine.tree_step({"one": 2, "chain": 1, "prompt": 3}, {})
-    engine.tree_step({"one": 1}, {"a": [-1, -1, 0], "chain": [*range(-1, 6)]}, pad_reqs=2, pad_tokens=3)
-
-
 @pytest.mark.parametrize("features", LAYERS, ids=str)
 @pytest.mark.parametrize("changes", [
     {"kv_cache_layout": "HND"}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "float16"}, {"num_heads": 2, "block_size": 1},
@@ -113,6 +101,17 @@ def test_eager_steps(changes: dict[str, Any], features: dict[str, Any]) -> None:
     if xqa and "logits_soft_cap" in features:
         pytest.skip("decode=xqa has no soft cap")
     run(TreeEngine(standin.backend(**changes), num_blocks=500, with_lse=not xqa, **features))
+
+
+def test_blocks_that_a_window_has_passed() -> None:
+    """They hold finite numbers, as the spec asks: a kernel's window is wider than a tree's."""
+    engine = TreeEngine(standin.backend(), num_blocks=100, sliding_window=6)
+    for name in "ab":
+        engine.add(name, 80)
+    engine.fill({"a": 40, "b": 27})
+    for name in "ab":
+        engine.release_passed(name, 6)
+    engine.tree_step({}, {"a": DEEP, "b": [-1] * 12})
 
 
 def test_a_shared_prefix_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None:

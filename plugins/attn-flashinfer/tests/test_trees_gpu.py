@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import test_gpu
 import torch
+from attn_flashinfer import modules
 from captured_tree_engine import CapturedLongTreeEngine, CapturedTreeEngine
-from test_gpu import made
-from test_trees import DEEP, run
+from tree_steps import DEEP, run
 
+import attncore
+from attncore import NoBackendError
+from attncore.abstract import AttentionBackend
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.graphs import capturing, new_graph
 from attncore.testing.engines.tree_engine import TreeEngine
 
-pytestmark = test_gpu.pytestmark
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed"),
+]
 LAYERS: list[dict[str, Any]] = [
     {},
     {"sliding_window": 9},
@@ -25,6 +32,18 @@ LAYERS: list[dict[str, Any]] = [
     {"sliding_window": 33, "logits_soft_cap": 1.5},
 ]
 TREES = {"deep": DEEP, "siblings": [-1] * 7, "wide": [*[-1] * 20, *range(20), *range(20)], "chain": [-1, 0, 1]}
+
+
+def made(options: dict[str, Any] | None = None, **changes: Any) -> AttentionBackend:
+    request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "block_size": 16} | changes
+    asked = {"options": {"flashinfer": options}} if options else {}
+    try:
+        choice = attncore.select(**request, **asked, backend="flashinfer", features={"tree_mask"})
+    except NoBackendError as error:
+        if "have to be compiled" not in str(error):
+            raise
+        pytest.skip(f"a module is not built, and cannot be compiled here: {modules.no_compiler()}")
+    return choice.create()
 
 
 @pytest.mark.parametrize("features", LAYERS, ids=str)

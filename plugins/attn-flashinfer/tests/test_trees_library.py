@@ -16,8 +16,8 @@ from attn_flashinfer.backend import FlashInferBackend
 from attn_flashinfer.library import Library, flashinfer
 from captured_tree_engine import CapturedTreeEngine
 from flashinfer_standin_wrapper import masked_attention, row_lengths
-from test_trees import DEEP, run
 from torch import Tensor
+from tree_steps import DEEP, run
 
 from attncore.testing.engines.tree_engine import TreeEngine
 

@@ -85,8 +85,8 @@ def attncore_backend() -> BackendSpec:
         plan_staging="shared",
         pad_seq_len=0,
         # A tile of keys may begin in a block before the window. The default kernels of decodes and prefills do not read
-        # it; of the option decode, which no variant tells apart, cuda_cores and xqa do: with NaN in such a block the
-        # output is NaN (an H200, 2026-11-23).
+        # it, but for draft trees, whose window is wider in the kernel than in the mask; of the option decode, which no
+        # variant tells apart, cuda_cores and xqa do: with NaN in such a block the output is NaN (an H200, 2026-11-23).
         finite_passed_blocks=True,
         requires=REQUIRES,
         workspace_bytes=(64 + 4 * 8) << 20,  # two plan keys, each with a wrapper of decodes and one of prefills

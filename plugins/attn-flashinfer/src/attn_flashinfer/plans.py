@@ -192,10 +192,11 @@ class KeyPlans:
         )
 
     def _capture_trees(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedTrees:
-        num_reqs, builder = metadata.num_reqs, metadata.builder
-        longest = metadata.max_seq_len if builder is None else builder.batch.max_model_len
+        num_reqs, longest, others = metadata.num_reqs, metadata.max_seq_len, []
+        if metadata.builder is not None:
+            longest = metadata.builder.batch.max_model_len  # also where a size is first planned in a step
+            others = list(self._sizes.get(metadata.builder, {}).values())
         nbytes = CapturedTrees.mask_bytes(num_reqs, query_len, longest)
-        others = self._sizes.get(builder, {}).values()
         memories = [size.memory for size in others if isinstance(size, CapturedTrees)]
         memory = next((one for one in memories if len(one.buffer) >= nbytes), None)
         return CapturedTrees(
