@@ -1,14 +1,16 @@
 """Each kernel of decodes at each size, over caches in the model's dtype and in fp8: which one is to be chosen?
 
-    python benchmarks/decode_kernels.py [--kernels flash,flashinfer:tensor_cores,...] [--rows 1,8,64] [--save FILE]
+    python benchmarks/decode_kernels.py [--kernels flash,flashinfer:tensor_cores,...] [--rows 1,8,64] [--sinks]
+                                        [--save FILE]
 
-A kernel is a backend, with the value of its option ``decode`` behind a colon. The device's time of a layer's captured
+With ``--sinks`` each kernel also with sinks beside itself without. A kernel is a backend, with the value of its option ``decode`` behind a colon. The device's time of a layer's captured
 decode, cache write included: a graph of ten calls, the kernels by turns in one process, medians. Plans on the host are
 outside of it. ``--device cpu --tiny`` tries the code without a GPU; its figures mean nothing.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -31,11 +33,11 @@ CALLS = 10
 class Decode:
     """A graph of ten calls of a layer, over ``rows`` requests of ``context`` tokens."""
 
-    def __init__(self, kernel, kv_cache_dtype, rows, context, device):
+    def __init__(self, kernel, kv_cache_dtype, rows, context, device, sinks=False):
         name, _, asked = kernel.partition(":")
         choice = attncore.select(
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,
-            backend=name, block_size=BLOCK, options={name: {"decode": asked}} if asked else {},
+            backend=name, block_size=BLOCK, options={name: {"decode": asked}} if asked else {}, sinks=sinks,
         )  # fmt: skip
         backend = choice.create(device=device)
         self.variant = choice.variant
@@ -46,7 +48,7 @@ class Decode:
             batch.add_request(row, [order.pop() for _ in range(blocks)], context)
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=rows)
         cache = backend.allocate_kv_cache(rows * blocks + 1)
-        impl = backend.impl("layers.0", scale=SIZE**-0.5)
+        impl = backend.impl("layers.0", scale=SIZE**-0.5, **({"sinks": [0.5] * HEADS} if sinks else {}))
         tensors = [torch.randn(rows, heads, SIZE, device=device).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)]
         metadata = builder.build(dict.fromkeys(range(rows), 1))
 
@@ -76,12 +78,15 @@ class Decode:
 def measured(args, rows, context):
     """A row of the results: medians by kernel and dtype of the cache, microseconds."""
     decodes, refused = {}, {}
-    for dtype in args.dtypes.split(","):
-        for kernel in args.kernels.split(","):
-            try:
-                decodes[f"{kernel}, {dtype}"] = Decode(kernel, dtype, rows, context, args.device)
-            except attncore.NoBackendError as error:
-                refused[f"{kernel}, {dtype}"] = str(error).splitlines()[-1].strip()
+    kinds = itertools.product(
+        args.dtypes.split(","), args.kernels.split(","), (False, True) if args.sinks else (False,)
+    )
+    for dtype, kernel, sinks in kinds:
+        name = f"{kernel}, {dtype}" + ", sinks" * sinks
+        try:
+            decodes[name] = Decode(kernel, dtype, rows, context, args.device, sinks)
+        except attncore.NoBackendError as error:
+            refused[name] = str(error).splitlines()[-1].strip()
     times = {name: [] for name in decodes}
     for _ in range(3 if args.tiny else 20):
         for name, decode in decodes.items():
@@ -98,6 +103,7 @@ def arguments(words):
     add("--tiny", action="store_true")
     add("--kernels", default="flash,flashinfer:tensor_cores,flashinfer:cuda_cores,flashinfer:xqa")
     add("--dtypes", default="auto,fp8_e4m3", help="of the cache")
+    add("--sinks", action="store_true", help="each kernel with sinks, too")
     add("--rows", default="1,8,64,256")
     add("--contexts", default="512,2048,8192")
     add("--save", type=Path)

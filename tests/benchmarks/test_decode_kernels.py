@@ -24,6 +24,8 @@ def test_kernels_are_measured_and_what_cannot_run_says_why(script, tmp_path, mon
         assert row["us"].keys() == {"reference, auto", "reference, fp8_e4m3"}
         assert min(row["us"].values()) > 0
         assert not row["refused"]
+    with_sinks = script.measured(script.arguments(["--device", "cpu", "--tiny", "--sinks", "--dtypes", "auto"]), 2, 20)
+    assert with_sinks["us"].keys() == {"reference, auto", "reference, auto, sinks"}
     args = script.arguments(["--device", "cpu", "--kernels", "flash"])
     found = script.measured(args, 1, 20)
     assert not found["us"]
