@@ -3,9 +3,10 @@
     python benchmarks/decode_kernels.py [--kernels flash,flashinfer:tensor_cores,...] [--rows 1,8,64] [--sinks]
                                         [--save FILE]
 
-With ``--sinks`` each kernel also with sinks beside itself without. A kernel is a backend, with the value of its option ``decode`` behind a colon. The device's time of a layer's captured
-decode, cache write included: a graph of ten calls, the kernels by turns in one process, medians. Plans on the host are
-outside of it. ``--device cpu --tiny`` tries the code without a GPU; its figures mean nothing.
+A kernel is a backend, with the value of its option ``decode`` behind a colon; with ``--sinks`` each runs with sinks,
+too, beside itself without. The device's time of a layer's captured decode, cache write included: a graph of ten calls,
+the kernels by turns in one process, medians. Plans on the host are outside of it. ``--device cpu --tiny`` tries the
+code without a GPU; its figures mean nothing.
 """
 
 import argparse
