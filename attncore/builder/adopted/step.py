@@ -160,6 +160,8 @@ class AdoptedStep(CommonAttentionMetadata):
                 raise no_such_field(type(self).__name__, name)
             elif name in DERIVED:
                 value = FIELDS[name].derive(self)
+                if self.use_cuda_graph:  # a graph computes it in each replay, though a warm-up has read it
+                    return value
             elif name == "seq_lens":
                 self.settle()
                 value = self._given.seq_lens

@@ -72,6 +72,9 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             if name.startswith("_"):  # asked of every object by copy, pickle and NumPy
                 raise AttributeError(name)
             if name in DERIVED:
+                if self.use_cuda_graph and self._device is not None:
+                    # A graph has to compute it, though a warm-up has read it; steps ahead have one number.
+                    return self._derived(name)
                 return self.once_a_step(f"_{name}", lambda: self._derived(name))
             if self._device is not None and name in self._device:
                 side = self._side

@@ -14,7 +14,7 @@ from attncore.graphs import capturing, launch, new_graph
 COLUMNS = MODEL_LEN // BLOCK
 READ = (
     "paged_kv_indptr", "paged_kv_last_page_len", "seq_start_loc", "query_lens", "context_lens", "logits_indices",
-    "token_to_req_indices", "positions", "seq_lens", "slot_mapping",
+    "token_to_req_indices", "positions", "seq_lens", "slot_mapping", "paged_kv_num_pages",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ GROUPS = {
 SIZES = (1, 3, 6)
 MAX_LEN = 96
 OF_STEP = ("seq_lens", "context_lens", "positions", "seq_start_loc", "query_start_loc", "token_to_req_indices")
-OF_GROUP = ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices")
+OF_GROUP = ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_num_pages", "paged_kv_indices")
 COUNTS = ("num_reqs", "num_tokens", "num_actual_reqs", "num_decodes", "max_seq_len", "max_decode_seq_len")
 
 

@@ -10,7 +10,7 @@ from attncore import ATTNCORE_API, BackendConfig, BackendSpec, InputBatch, Metad
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-ASKED = ("token_to_req_indices", "context_lens", "query_lens", "seq_start_loc", "paged_kv_indptr")
+ASKED = ("token_to_req_indices", "context_lens", "query_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_num_pages")
 
 
 def builder_of(transport, **settings):
