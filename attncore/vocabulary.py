@@ -66,7 +66,7 @@ GRAPH_LEVELS: Mapping[str, str] = {
     "never": "no step may be captured",
     "uniform_decode": "steps in which every request decodes one token",
     "uniform": "steps in which every request has the same number of tokens: a decode and its drafts",
-    "always": "any step, also of requests with different numbers of tokens",
+    "always": "any step, also of requests with different numbers of tokens, prompts among them",
 }
 """What may be captured in a CUDA graph, ascending; each level includes those before it."""
 

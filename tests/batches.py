@@ -78,7 +78,7 @@ class Batches(RequestRules, StepRules, RuleBasedStateMachine):
         self.rows = [None] * MAX_REQS  # what an engine keeps beside the batch
         self.next_id = 0
         self.next_block = 1
-        self.captured = {}
+        self.captured, self.of_tokens = {}, []
         self.addresses = {}
         for size in sorted(data.draw(st.sets(st.sampled_from([1, 3, MAX_REQS]))), reverse=True):
             self.capture(size, data.draw(st.integers(1, min(threshold, MAX_TOKENS // size))))

@@ -59,7 +59,10 @@ class StepChecks(Model):
             if self.trees is not None:
                 expected |= oracles.tree_fields(rows, self.trees)
         if bucket is not None and not group.cross:
-            expected = oracles.padded(expected | encoder, bucket, self.captured[bucket], self.pad_seq_len)
+            rows_of, each, in_all = bucket, self.captured.get(bucket), None
+            if each is None:
+                (rows_of, in_all), each = bucket, bucket[1]
+            expected = oracles.padded(expected | encoder, rows_of, each, self.pad_seq_len, in_all)
         elif bucket is None:
             expected |= encoder
         for name, value in expected.items():

@@ -63,6 +63,34 @@ class StepRules(StepChecks):
             return
         self.step(scheduled, bucket=size)
 
+    @precondition(lambda self: self.requests and not self.ranks)
+    @rule(data=st.data(), num_reqs=st.integers(1, MAX_REQS), num_tokens=st.integers(1, MAX_TOKENS))
+    def build_in_a_size_of_tokens(self, data, num_reqs, num_tokens):
+        """Rows of any lengths, prompts among them, padded; captured first where it was not."""
+        size = num_reqs, num_tokens
+        if self.of_tokens and data.draw(st.booleans()):
+            size = data.draw(st.sampled_from(self.of_tokens))
+        elif size not in self.of_tokens:
+            metadata = self.builder.capture(num_reqs, num_tokens=num_tokens)
+            assert (metadata.max_query_len, metadata.max_seq_len, metadata.num_prefills) == (num_tokens, MAX_LEN, 0)
+            self.of_tokens.append(size)
+            self.captured_now(size, metadata)
+            self.addresses[size] = {name: address_of(array) for name, array in metadata._device.items() if len(array)}
+        scheduled, left = dict.fromkeys(self.requests, 0), size[1]
+        for name, request in sorted(self.requests.items()):
+            if self.ready(request) and (request.encoded or not request.encoder):
+                most = min(self.room(request), left)
+                scheduled[name] = data.draw(st.integers(0, most)) if most > 0 else 0
+                left -= scheduled[name]
+        scheduled = self.without_null(scheduled)
+        if sum(count > 0 for count in scheduled.values()) > size[0]:
+            before = self.frozen()
+            with pytest.raises(ValueError, match=r"bucket: \d+ rows? captured, but this step has"):
+                self.builder.build(scheduled, bucket=size)
+            assert self.frozen() == before
+            return
+        self.step(scheduled, bucket=size)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 5))
     def decode(self, data, count):

@@ -59,6 +59,9 @@ PERSISTENT = {
     "MetadataBuilder.build_empty:bucket": (3, lambda n: captured(lambda m: step(m.build_empty(n)))),
     "MetadataBuilder.build_profile:query_lens": (5, lambda n: step(steps().build_profile([n, 2]))),
     "MetadataBuilder.capture:num_reqs": (4, lambda n: captured(lambda m: (step(m.capture(n)), m.captured))),
+    "MetadataBuilder.capture:num_tokens": (
+        4, lambda n: captured(lambda m: (step(m.capture(2, num_tokens=n)), m.captured)),
+    ),
     "MetadataBuilder.capture:query_len": (2, lambda n: captured(lambda m: step(m.capture(2, n)))),
     "MetadataBuilder.run_ahead:num_steps": (3, lambda n: ahead(n)),
     "MetadataBuilder.run_ahead:bucket": (3, lambda n: ahead(2, bucket=n)),

@@ -116,9 +116,12 @@ PADDED_WITH = {"positions": 0, "context_lens": 0, "query_lens": 0, "logits_indic
 PER_TOKEN = ("positions", "slot_mapping", "token_to_req_indices", "tree_mask")
 
 
-def padded(fields, num_reqs, query_len, pad_seq_len):
-    """The fields of a step padded to ``num_reqs`` rows of ``query_len`` tokens: starts plateau, slots are -1."""
-    rows, tokens = num_reqs - fields["num_reqs"], num_reqs * query_len - fields["num_tokens"]
+def padded(fields, num_reqs, query_len, pad_seq_len, num_tokens=None):
+    """The fields of a step padded to ``num_reqs`` rows of ``query_len`` tokens: starts plateau, slots are -1.
+
+    ``num_tokens``: those of all rows together, where these have any lengths."""
+    num_tokens = num_reqs * query_len if num_tokens is None else num_tokens
+    rows, tokens = num_reqs - fields["num_reqs"], num_tokens - fields["num_tokens"]
     out = dict(fields)
     for name, value in fields.items():
         if name in PADDED_WITH:
@@ -129,14 +132,15 @@ def padded(fields, num_reqs, query_len, pad_seq_len):
             out[name] = value + [value[-1]] * rows
         elif name in ("seq_start_loc", "encoder_seq_start_loc"):
             out[name] = value + [value[-1] + pad_seq_len * (i + 1) for i in range(rows)]
-    longest = max(fields["max_decode_seq_len"], pad_seq_len if rows else 0)
+    longest = max(fields["max_decode_seq_len"], fields.get("max_prefill_seq_len", 0), pad_seq_len if rows else 0)
     if rows and "max_encoder_seq_len" in fields:
         out["max_encoder_seq_len"] = max(fields["max_encoder_seq_len"], pad_seq_len)
     return out | {
         "token_to_req_indices": fields["token_to_req_indices"] + [num_reqs - 1] * tokens,
         "num_reqs": num_reqs,
-        "num_tokens": num_reqs * query_len,
-        "num_decode_tokens": num_reqs * query_len,
+        "num_tokens": num_tokens,
+        "num_decode_tokens": num_tokens,
+        **dict.fromkeys(("num_prefills", "num_prefill_tokens", "max_prefill_seq_len") & fields.keys(), 0),
         "max_query_len": query_len,
         "max_decode_query_len": query_len,
         "max_decode_seq_len": longest,

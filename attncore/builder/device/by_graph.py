@@ -242,8 +242,8 @@ class GraphTransport(CopyTransport):
         if self.pending >= 0:
             raise CaptureError(
                 f"build: step {self.pending} was built for a graph of "
-                f"{of_size(self._sender.pending_shape.bucket)} "
-                "and not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
+                f"{of_size(self._sender.pending_shape.bucket)} and not replayed; call metadata.replay(graph), or "
+                "metadata.abandon() where it will not run"
             )
 
     def pages_of(self, index: int, metadata: Any) -> Any:
