@@ -3,8 +3,8 @@
 `generate` yields tokens as they come, or text for a prompt in words; `generate.py` runs it from the command line.
 Requests arrive at any time; each step runs what is there: prompts in chunks, decodes one token each. Blocks of a prompt
 that were computed once are used again. Where the pool is exhausted the youngest request gives its blocks back and is
-computed again later. Steps of decodes run in CUDA graphs where there is a GPU. Steps are launched before the tokens of
-those before them are read, several where everybody decodes and nobody waits. Sampling is greedy at temperature 0.
+computed again later. Steps run in CUDA graphs where there is a GPU. Steps are launched before the tokens of those
+before them are read, several where everybody decodes and nobody waits. Sampling is greedy at temperature 0.
 The model, its caches and graphs are those of `worker.py`; with `compile=True` its layers are compiled.
 """
 
