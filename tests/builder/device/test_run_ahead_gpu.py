@@ -8,6 +8,7 @@ from builder.device.ahead_engine import GROUPS, OF_GROUP, OF_STEP, AheadEngine
 from builder.plain_backend import Least
 
 from attncore import ATTNCORE_API, BackendConfig, BackendSpec, MultipleOf
+from attncore.builder.fields import DERIVED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -49,8 +50,10 @@ class Captured:
             with torch.cuda.graph(self.graph):
                 for step in range(count):
                     metadata.record_next() if step else metadata.record()
-                    for key, field in self.fields.items():
-                        self.kept[step][key].copy_(field)
+                    for (group, name), field in self.fields.items():
+                        if name in DERIVED:  # it has no address of its own: the graph computes it
+                            field = getattr(metadata.groups[group], name)
+                        self.kept[step][group, name].copy_(field)
         finally:
             gc.enable()
 
