@@ -21,7 +21,6 @@ from attncore import AttentionRequest, AttentionType, InputBatch, KVCacheGroup, 
 from attncore.arguments import integer, optional_integer
 from attncore.builder import ContextParallel
 from attncore.did_you_mean import did_you_mean
-from attncore.errors import CaptureError
 from attncore.graphs import capturing, launch, new_graph
 from attncore.integrations.transformers import (
     attention_layers,
@@ -131,9 +130,10 @@ class Worker:
         if compile is not False:
             with torch_threads(threads):  # as in steps: on a CPU compiled code is for a number of threads
                 compile_layers(model, self.caches, **({} if compile is True else compile))
+        self.graphs: dict[int, Any] = {}
         self.mixed: list[MixedSteps] = []
         self.whole: dict[tuple[int, int], Any] = {}  # graphs of steps with prefills, by rows and tokens
-        self.graphs = self._decode_graphs(sorted({min(n, max_num_reqs) for n in sizes}, reverse=True), chosen)
+        self._capture_decodes({min(n, max_num_reqs) for n in sizes}, chosen)
         self._capture_mixed(mixed_sizes)
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
@@ -213,45 +213,49 @@ class Worker:
 
     def _captured(self, num_rows: int, num_tokens: int | None = None, **options: Any) -> Any:
         metadata = self.builder.capture(num_rows, num_tokens=num_tokens)
-        self._run(metadata)  # a warm-up, over an empty step
-        with capturing(new_graph(self.device), **options) as graph:
-            launch(metadata.record)
-            launch(self._run, metadata)
-            launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
+        try:
+            self._run(metadata)  # a warm-up, over an empty step
+            with capturing(new_graph(self.device), **options) as graph:
+                launch(metadata.record)
+                launch(self._run, metadata)
+                launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
+        except BaseException:
+            self.builder.release(num_rows if num_tokens is None else (num_rows, num_tokens))
+            raise
         return graph
 
-    def _decode_graphs(self, sizes: list[int], chosen: bool) -> dict[int, Any]:
+    def _capture_decodes(self, sizes: set[int], chosen: bool) -> None:
         """Graphs of decodes; none where the sizes were ``chosen`` here and the model cannot be captured."""
-        graphs = {}
-        for size in sizes:
+        for size in sorted(sizes, reverse=True):
             try:
-                graphs[size] = self._captured(size)
+                self.graphs[size] = self._captured(size)
             except RuntimeError as error:
-                if not chosen or graphs:
+                if not chosen or self.graphs:
                     raise
-                logging.getLogger(__name__).warning("%s runs without graphs: %s", type(self.model).__name__, error)
-                self.builder.release(size)
+                self._say("runs without graphs", error)
                 break
-        return graphs
 
     def _capture_mixed(self, sizes: tuple[int, ...] | None) -> None:
+        """Graphs of steps with prefills; none where the sizes are chosen here and the model cannot be captured so."""
         most = self.builder.max_num_batched_tokens
         chosen = default_mixed_sizes(most) if self.graphs and self.device.startswith("cuda") else ()
-        wanted = chosen if sizes is None else sizes
         wholly = self.builder.context_parallel is None and self.backend.config.spec.cuda_graph == "always"
         shared = {"pool": torch.cuda.graph_pool_handle()} if wholly and self.device.startswith("cuda") else {}
-        for size in sorted({min(size, most) for size in wanted}, reverse=True):
+        for size in sorted({min(size, most) for size in (chosen if sizes is None else sizes)}, reverse=True):
             rows = min(size, self.batch.max_num_reqs)
             try:
                 if wholly:
                     self.whole[rows, size] = self._captured(rows, size, **shared)
                 else:
                     self.mixed.append(MixedSteps(self, size, rows))
-            except (ValueError, CaptureError) as error:
-                if sizes is not None:
+            except (ValueError, RuntimeError) as error:
+                if sizes is not None or self.whole or self.mixed:
                     raise
-                logging.getLogger(__name__).info("steps with prefills run eagerly: %s", error)
+                self._say("runs steps with prefills eagerly", error)
                 break
+
+    def _say(self, what: str, error: Exception) -> None:
+        logging.getLogger(__name__).warning("%s %s: %s", type(self.model).__name__, what, error)
 
     def _can_run_ahead(self) -> bool:
         """Whether the device can make the next step by itself; not where the host has to plan each."""

@@ -64,6 +64,30 @@ def test_models_with_states_capture_decodes_alone(monkeypatch):
             Engine(hybrid("FalconH1"), **POOL, **given, mixed_sizes=(8,))
 
 
+def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+    """Where the engine has chosen the sizes itself, it says why; sizes that were asked for are an error."""
+    model = decoder("llama")
+    with graphs_on_cpu("copy", monkeypatch, "always") as given:
+        engine = Engine(model, **POOL, **{**given, "graph_sizes": ()})
+        expected = engine.complete(PROMPTS, 4)
+        run = engine._run
+
+        def fails(metadata):
+            if metadata.use_cuda_graph:
+                raise RuntimeError("copies from the host")
+            run(metadata)
+
+        monkeypatch.setattr(engine, "_run", fails)
+        engine._capture_decodes({4, 2}, chosen=True)
+        assert "LlamaForCausalLM runs without graphs: copies from the host" in caplog.text
+        for capture in (lambda: engine._capture_decodes({4}, chosen=False), lambda: engine._capture_mixed((16,))):
+            with pytest.raises(RuntimeError, match="copies from the host"):
+                capture()
+        assert (engine.graphs, engine.whole, engine.builder.captured) == ({}, {}, ())
+        assert engine.complete(PROMPTS, 4) == expected
+        engine.close()
+
+
 def test_the_sizes_that_an_engine_chooses():
     assert default_mixed_sizes(2048) == (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     assert default_mixed_sizes(100) == (64, 96, 100)

@@ -18,7 +18,7 @@ import torch
 
 from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
-from attncore.builder.device.captured_sizes import ascending, of_size
+from attncore.builder.device.captured_sizes import Bucket, ascending, of_size
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
 from attncore.kernels.codes import (
@@ -32,7 +32,6 @@ from attncore.kernels.codes import (
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
-    from attncore.builder.device.captured_sizes import Bucket
     from attncore.builder.device.tables import HostTable
 
 DEADLINE, TICKET_DEADLINE = 2.0, 0.05

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from attn_flashinfer import modules
+from unsynchronised import no_synchronisation
 
 import attncore
 from attncore import NoBackendError
@@ -181,15 +181,9 @@ def test_a_step_does_not_wait_for_the_device() -> None:
             impl.forward(*(tensor[:count] for tensor in tensors), cache, metadata)
 
     step()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_captured_sizes_of_the_list_builder() -> None:

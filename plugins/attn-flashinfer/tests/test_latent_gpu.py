@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from attn_flashinfer import modules
 from attn_flashinfer.latent_wrappers import CapturedLatent
+from unsynchronised import no_synchronisation
 
 import attncore
 from attncore import NoBackendError
@@ -107,15 +107,9 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 
     step()
     step()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_more_queries_than_a_plan_has_room_for() -> None:

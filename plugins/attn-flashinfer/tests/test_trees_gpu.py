@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from attn_flashinfer import modules
 from captured_tree_engine import CapturedLongTreeEngine, CapturedTreeEngine
 from tree_steps import DEEP, run
+from unsynchronised import no_synchronisation
 
 import attncore
 from attncore import NoBackendError
@@ -120,12 +120,6 @@ def test_a_step_with_trees_does_not_wait_for_the_device() -> None:
         builder.keep_paths({0: (), 1: ()})
 
     step()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

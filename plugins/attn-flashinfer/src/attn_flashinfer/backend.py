@@ -212,9 +212,8 @@ class FlashInferBackend(AttentionBackend):
         if self._asked_plan == device_plan.DEVICE:
             raise ValueError(f"options: plan=device asked for, but {refused.why_plan}; give auto or host")
         if self.why_plan != refused.why_plan:
-            level = (
-                logging.INFO if isinstance(refused, CapturedTrees) else logging.WARNING
-            )  # of trees nothing else is due
+            # Those of draft trees never are on the device: that is no surprise.
+            level = logging.INFO if isinstance(refused, CapturedTrees) else logging.WARNING
             _log.log(level, "flashinfer: captured decodes are planned on the host: %s", refused.why_plan)
         self.plan_of_captured, self.why_plan = device_plan.HOST, refused.why_plan
 
@@ -263,7 +262,7 @@ def _decode_kernel(config: BackendConfig) -> str:
     kernel = checks.automatic(group, config.variant) if asked == "auto" else asked
     problem = ""
     if config.variant in checks.XQA_VARIANTS and kernel != XQA:
-        problem = checks.of_xqa(kernel)
+        problem = checks.why_not_xqa(kernel)
     elif kernel == XQA:
         problem = checks.xqa_problem(
             group, config.block_size, config.logits_soft_cap, config.kv_cache_dtype, _architecture(config.device)

@@ -56,10 +56,10 @@ def _by_itself(request: AttentionRequest) -> Iterator[str]:
     """Why XQA is not what the request is given where it asks for no kernel."""
     asked = _asked_decode(request)
     if asked not in ("auto", XQA):
-        yield of_xqa(asked)
+        yield why_not_xqa(asked)
 
 
-def of_xqa(asked: str) -> str:
+def why_not_xqa(asked: str) -> str:
     """Why a variant of XQA is not for a request of another kernel, as a sentence."""
     return f"decode={asked}: asked for; this variant is that of XQA"
 

@@ -26,7 +26,7 @@ class FlashInferImpl(AttentionImpl):
 
     backend: FlashInferBackend
     not_taken: tuple[str, ...] = ("alibi_slopes",)
-    _of_xqa: dict[str, Any]
+    _xqa_scales: dict[str, Any]
 
     def __init__(self, backend: FlashInferBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
@@ -66,12 +66,12 @@ class FlashInferImpl(AttentionImpl):
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         self._scales = {name: scale for name, scale in scales.items() if isinstance(scale, float) and scale != 1.0}
         self._of_query = self._of_output = None
-        self._of_xqa = self._scales
+        self._xqa_scales = self._scales
         if not isinstance(self.k_scale, float):
             self._of_query = self.k_scale.view(-1, 1, 1)
             if self.k_scale.numel() == 1:
                 # XQA rounds queries to the cache's fp8, and cuts off what is too large for it, but takes a tensor.
-                self._of_xqa = {**self._scales, "k_scale": self.k_scale.view(-1)}
+                self._xqa_scales = {**self._scales, "k_scale": self.k_scale.view(-1)}
         if not isinstance(self.v_scale, float):
             self._of_output = self.v_scale.view(-1, 1, 1)
 
@@ -154,8 +154,8 @@ class FlashInferImpl(AttentionImpl):
             whole = stop - start == count
             out = target if whole else target[start:stop]
             if by_xqa and lse is None:
-                part = given if "k_scale" in self._of_xqa else query
-                run(part if whole else part[start:stop], caches, out=out, sinks=self.sinks, **self._of_xqa)
+                part = given if "k_scale" in self._xqa_scales else query
+                run(part if whole else part[start:stop], caches, out=out, sinks=self.sinks, **self._xqa_scales)
                 continue
             part = query if whole else query[start:stop]
             if lse is None and add_sinks is None:
