@@ -28,7 +28,7 @@ LAYERS = {
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
         "interrupts collector vocabulary env errors show deprecated",
         "broken_json frozen_map step_arrays did_you_mean logged palette temporary_folder installed_metadata "
-        "same_readers _version",
+        "same_readers running_call _version",
         "quoted",
     ),
     "builder": (

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from attncore.running_call import RunningCall
+
 
 class Entrance:
     def __init__(self) -> None:
-        self.inside: Stay | None = None
+        self.last: Stay | None = None
+        """Of the caller inside, or of the one before: each enters with a new one."""
         self.undo: list[tuple[Any, ...]] = []
         self.refused: Callable[[], Exception] = RuntimeError
         self.taken = np.zeros(1, np.int64)
@@ -21,25 +24,27 @@ class Entrance:
 
     @property
     def busy(self) -> bool:
-        return self.inside is not None and self.inside.lasts()
+        return self.last is not None and self.last.lasts()
 
     @property
     def unfinished(self) -> bool:
-        return bool(self.undo) and not self.busy
+        last = self.last
+        # Compared at the end: what there is to undo may be another thread's, who entered meanwhile.
+        return last is not None and not last.lasts() and bool(self.undo) and self.last is last
 
     def enter(self) -> Stay:
-        stay, last = Stay(self, sys._getframe(1)), self.inside
+        stay, last = Stay(self, sys._getframe(1)), self.last
         if last is not None and last.lasts():
             raise self.refused()
-        if self.inside is not last:
+        if self.last is not last:
             raise self.refused()
-        self.inside = stay  # nothing is called since the comparison, so that no other thread comes between
+        self.last = stay  # nothing is called since the comparison, so that no other thread comes between
         self.taken[0] = 1
         return stay
 
     def check_reader(self) -> None:
-        stay = self.inside
-        if stay is not None and stay.thread != threading.get_ident() and stay.lasts():
+        last = self.last
+        if last is not None and last.thread != threading.get_ident() and last.lasts():
             raise self.refused()
 
     def roll_back(self) -> None:
@@ -49,23 +54,12 @@ class Entrance:
             self.undo.pop()
 
 
-class Stay:
+class Stay(RunningCall):
+    """It lasts while its caller's frame runs: an interrupted caller may never reach ``__exit__``."""
+
     def __init__(self, entrance: Entrance, frame: FrameType) -> None:
-        self.entrance, self.frame, self.thread = entrance, frame, threading.get_ident()
-
-    def lasts(self) -> bool:
-        """Whether the caller's frame is on its thread's stack: an interrupted caller may never reach ``__exit__``.
-
-        Another thread runs on while its stack is walked, and a frame that it leaves leads nowhere: who is not found is
-        looked for again.
-        """
-        for _ in range(1 if self.thread == threading.get_ident() else 4):
-            frame = sys._current_frames().get(self.thread)
-            while frame is not None and frame is not self.frame:
-                frame = frame.f_back
-            if frame is not None:
-                return True
-        return False
+        super().__init__(frame)
+        self.entrance = entrance
 
     def __enter__(self) -> None:
         self.entrance.roll_back()
@@ -83,4 +77,4 @@ class Stay:
 def leave(stay: Stay) -> None:
     if not stay.entrance.undo:
         stay.entrance.taken[0] = 0  # before: the next to enter takes it
-    stay.entrance.inside = None
+    stay.end()

@@ -9,15 +9,14 @@ import contextlib
 import contextvars
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from itertools import repeat
-from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from attncore.errors import PluginError
 from attncore.registry.plugins.left_as_found import Process
+from attncore.running_call import RunningCall
 from attncore.standard_output import LentStreams
 
 LONGEST_WAIT = 60.0
@@ -37,22 +36,22 @@ class one_thread:  # noqa: N801  used as a function
     """Within it no other thread runs code of plugins: each would take what the other's changed for what was there.
 
     PluginError where another thread is in it for LONGEST_WAIT seconds. It is no lock, which an interrupted thread would
-    keep: a turn lasts while its caller's frame is on the stack of its thread. What is asked for within it, such as a
-    backend by a plugin's check, is within the turn of its thread.
+    keep: a turn lasts while its caller's frame runs. What is asked for within it, such as a backend by a plugin's
+    check, is within the turn of its thread.
     """
 
     now: one_thread | None = None
     """The turn that was taken last; it may be over."""
 
     def __init__(self) -> None:
-        self._frame, self._thread = sys._getframe(1), threading.get_ident()
+        self._call = RunningCall(sys._getframe(1))
 
     def __enter__(self) -> None:
         end = None
         while True:
             last = one_thread.now
-            free = last is None or not last._lasts()
-            if not free and last is not None and last._thread == self._thread:
+            free = last is None or not last._call.lasts()
+            if not free and last is not None and last._call.thread == self._call.thread:
                 return
             if free and one_thread.now is last:
                 one_thread.now = self  # nothing is called since the comparison: no other thread comes between
@@ -70,13 +69,6 @@ class one_thread:  # noqa: N801  used as a function
     def __exit__(self, *_: object) -> None:
         if one_thread.now is self:
             one_thread.now = None
-
-    def _lasts(self) -> bool:
-        """Whether it is not over; a thread that was there before a fork is not in the child."""
-        frame: FrameType | None = sys._current_frames().get(self._thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
 
 
 def run_plugin_code(plugin: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
