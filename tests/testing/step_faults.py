@@ -48,6 +48,22 @@ return answer
         "cuda_graph='always'",
     ),
     Fault(
+        "keeps_what_a_capture_planned_by_its_rows_alone",
+        "test_captured_prompts_beside_decodes",
+        "prefill of",
+        forward("""
+answer, starts = whole(query, key, value, kv_cache, metadata, output), metadata.host.query_start_loc
+longest = self.__dict__.setdefault("longest", {})
+if metadata.use_cuda_graph and not starts[-1]:
+    longest[metadata.num_reqs] = metadata.max_query_len
+elif metadata.use_cuda_graph:
+    for first, last in zip(starts[:-1], starts[1:]):
+        answer[first + longest[metadata.num_reqs] : last] = 0
+return answer
+"""),
+        "cuda_graph='always'",
+    ),
+    Fault(
         "splits_keys_by_the_plan_of_the_first_replay",
         "test_captured_sizes_over_changing_lengths[1]",
         "; the next step is right without a graph: it is as if a plan of an earlier step was replayed",

@@ -53,15 +53,24 @@ class CapturedEngine(Engine):
             max_num_batched_tokens=self.most_rows * self.longest,
             decode_threshold=tokens,
         )
-        most_tokens = max(self.size_of(size)[1] for size in self.sizes)
-        self.inputs = self.on_device(self.drawn.query_key_value(most_tokens))
+        self.most_tokens = max(self.size_of(size)[1] for size in self.sizes)
+        self.inputs = self.on_device(self.drawn.query_key_value(self.most_tokens))
         self.names = itertools.count()
         self._lses: dict[Any, Tensor] = {}  # that CUDA's graphs write to
-        self.graphs = {size: self._captured(size) for size in sorted(self.sizes, reverse=True)}
+        self.graphs = {size: self._captured(size) for size in sorted(self.sizes, key=self.size_of, reverse=True)}
 
     def size_of(self, size: Any) -> tuple[int, int]:
         """Rows and tokens of a captured size."""
         return size, size * self.tokens_each
+
+    def fitting(self, num_rows: int, num_tokens: int) -> list[Any]:
+        """The captured sizes that hold so many rows and tokens, ascending."""
+        sizes = sorted(self.sizes, key=self.size_of)
+        return [size for size in sizes if self.size_of(size)[0] >= num_rows and self.size_of(size)[1] >= num_tokens]
+
+    def size_for(self, num_rows: int, num_tokens: int) -> Any:
+        """The captured size that a step of so many rows and tokens runs in: the smallest."""
+        return self.fitting(num_rows, num_tokens)[0]
 
     def capture(self, size: Any) -> Any:
         """The metadata that the graph of a size is captured over."""
@@ -152,7 +161,7 @@ class CapturedEngine(Engine):
         self._reject_drafts(scheduled)
 
     def replay_step(self, scheduled: Mapping[Any, int]) -> None:
-        """Run so many tokens of each request in the smallest graph; compare its output and what it wrote."""
+        """Run so many tokens of each request in a graph that holds them; compare its output and what it wrote."""
         count = sum(scheduled.values())
         # In turns: NaN in slots without a token, and in rows of padding; of both, a write of NaN would not show.
         self.junk = math.nan if self.junk == self.junk else JUNK
@@ -161,8 +170,8 @@ class CapturedEngine(Engine):
         fresh = self.drawn.query_key_value(count)
         for held, new in zip(self.inputs, fresh, strict=True):
             held[:count].copy_(new)
-        fitting = ((self.size_of(size), size) for size in self.sizes)
-        (_, num_tokens), size = min(one for one in fitting if one[0][0] >= len(scheduled) and one[0][1] >= count)
+        size = self.size_for(len(scheduled), count)
+        num_tokens = self.size_of(size)[1]
         self.fill_padding([held[:num_tokens] for held in self.inputs], count)
         metadata = self.builder.build(self.scheduled(dict(scheduled)), bucket=size)
         graph, output = self.graphs[size]

@@ -9,8 +9,9 @@ from attncore.testing.engines.captured_engine import CapturedEngine
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
 
-SIZES = ((2, 6), (4, 24), (8, 96))
-"""Rows and tokens of each graph."""
+SIZES = (2, 4, 8, (2, 6), (4, 24), (8, 96))
+"""Rows of graphs of decodes; rows and tokens of those of prompts. Both of the same rows: a plan that is kept by these
+alone is another's."""
 
 
 class CapturedPromptsEngine(CapturedEngine):
@@ -19,14 +20,24 @@ class CapturedPromptsEngine(CapturedEngine):
     def __init__(self, backend: AttentionBackend, **engine: Any) -> None:
         block_size = backend.config.block_size
         longest = max(3 * block_size, 80)
-        num_blocks = max(rows for rows, _ in SIZES) * -(-longest // block_size) + 8
+        most_rows = max(size for size in SIZES if isinstance(size, int))
+        num_blocks = most_rows * -(-longest // block_size) + 8
         super().__init__(backend, 1, sizes=SIZES, longest=longest, num_blocks=num_blocks, **engine)
         self.left: dict[Any, int] = {}  # tokens of prompts that did not run yet
 
     def size_of(self, size: Any) -> tuple[int, int]:
-        return size  # type: ignore[no-any-return]
+        return (size, size) if isinstance(size, int) else size
+
+    def size_for(self, num_rows: int, num_tokens: int) -> Any:
+        """Any that holds them: decodes run in graphs of prompts, too."""
+        fitting = self.fitting(num_rows, num_tokens)
+        if num_tokens > num_rows:
+            fitting = [size for size in fitting if not isinstance(size, int)]
+        return fitting[int(self.random.integers(len(fitting)))]
 
     def capture(self, size: Any) -> Any:
+        if isinstance(size, int):
+            return super().capture(size)
         return self.builder.capture(size[0], num_tokens=size[1])
 
     def change(self) -> None:
@@ -46,7 +57,7 @@ class CapturedPromptsEngine(CapturedEngine):
     def replay(self, chosen: list[Any]) -> None:
         """Run a chunk of each prompt among these requests, and a token of each other, as far as the largest graph
         goes."""
-        room = max(num_tokens for _, num_tokens in self.sizes)
+        room = self.most_tokens
         scheduled = {}
         for place, name in enumerate(chosen):
             most = min(self.left.get(name, 1), room - (len(chosen) - place - 1))
