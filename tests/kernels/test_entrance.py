@@ -33,28 +33,42 @@ def entrance():
     return entrance
 
 
-def began(entrance):
+def test_a_call_that_ends_while_it_is_looked_at_is_no_unfinished_one(entrance):
     stay = entrance.enter()
     entrance.undo.append((int,))
-    return stay
-
-
-def test_a_call_that_ends_while_it_is_looked_at_is_no_unfinished_one(entrance):
-    stay = began(entrance)
     entrance.undo.meanwhile = lambda: stay.__exit__(None, None, None)
     assert not entrance.unfinished
 
 
 def test_a_call_that_begins_while_it_is_looked_at_is_no_unfinished_one(entrance):
-    began(entrance).__exit__(None, None, None)
+    with entrance.enter():
+        pass
     entrance.undo.append((int,))
     entrance.undo.meanwhile = lambda: entrance.enter()
     assert not entrance.unfinished
 
 
+def test_a_call_that_comes_and_goes_while_another_enters_refuses_it_nothing(entrance, monkeypatch):
+    with entrance.enter():
+        pass
+    last = entrance.last
+
+    def lasts():
+        monkeypatch.undo()
+        with entrance.enter():
+            pass
+        return False
+
+    monkeypatch.setattr(last, "lasts", lasts)
+    with entrance.enter():
+        assert entrance.last is not last
+        assert entrance.busy
+
+
 def test_what_an_interrupted_call_has_left_is_unfinished(entrance):
     def interrupted():
-        began(entrance)
+        entrance.enter()
+        entrance.undo.append((int,))
 
     interrupted()
     assert entrance.unfinished

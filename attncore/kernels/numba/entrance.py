@@ -33,14 +33,15 @@ class Entrance:
         return last is not None and not last.lasts() and bool(self.undo) and self.last is last
 
     def enter(self) -> Stay:
-        stay, last = Stay(self, sys._getframe(1)), self.last
-        if last is not None and last.lasts():
-            raise self.refused()
-        if self.last is not last:
-            raise self.refused()
-        self.last = stay  # nothing is called since the comparison, so that no other thread comes between
-        self.taken[0] = 1
-        return stay
+        stay = Stay(self, sys._getframe(1))
+        while True:
+            last = self.last
+            if last is not None and last.lasts():
+                raise self.refused()
+            if self.last is last:  # or a call of a signal's handler, or of another thread, came and went
+                self.last = stay  # nothing is called since the comparison, so that nobody comes between
+                self.taken[0] = 1
+                return stay
 
     def check_reader(self) -> None:
         last = self.last
