@@ -54,7 +54,7 @@ class SampledTokens:
     def inputs(self, metadata: Any) -> torch.Tensor:
         """The step's input ids: where the host has -1, since it does not know them yet, what was sampled."""
         ids, place = metadata.input_ids, metadata.place
-        if len(place) != len(ids):
+        if metadata.max_query_len > 1:
             place = place[metadata.token_to_req_indices]
         return torch.where(ids < 0, self.ring[place, metadata.positions % self.kept], ids)
 
@@ -65,8 +65,9 @@ class SampledTokens:
 
     @staticmethod
     def _rows(metadata: Any) -> Any:
-        """Where the last token of each row is: everywhere in a step of decodes."""
-        return ... if len(metadata.place) == len(metadata.input_ids) else metadata.logits_indices
+        """Where the last token of each row is: everywhere in a step of decodes. A captured size of prompts may have as
+        many tokens as rows."""
+        return metadata.logits_indices if metadata.max_query_len > 1 else ...
 
     def fetch(self) -> Tokens:
         """Sends the host a copy, behind everything that was launched."""

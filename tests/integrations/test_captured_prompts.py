@@ -58,6 +58,18 @@ def test_a_step_takes_the_smallest_size_that_holds_it(monkeypatch):
     assert engine._size_of(4, 33) is None
 
 
+@pytest.mark.parametrize("transport", ["copy", "graph"])
+def test_a_size_of_as_many_tokens_as_rows(transport, monkeypatch):
+    """As on a GPU, where 64 requests and 64 tokens are both among the sizes that are chosen."""
+    model, prompts = decoder("llama"), [[20, 26], [1, 2, 3], [7], [5, 6]]
+    expected = Engine(model, **POOL).complete(prompts, 5)
+    with graphs_on_cpu(transport, monkeypatch, "always") as given:
+        engine = Engine(model, **{**POOL, "max_num_reqs": 8}, **given, mixed_sizes=(8,))
+        assert (8, 8) in engine.builder.captured
+        assert engine.complete(prompts, 5) == expected
+        engine.close()
+
+
 def test_models_with_states_capture_decodes_alone(monkeypatch):
     with graphs_on_cpu("auto", monkeypatch, "always") as given:
         with pytest.raises(ValueError, match="num_tokens: 8, but group 'states' holds states"):
