@@ -26,6 +26,7 @@ from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
 from attncore.builder.persistent.run_ahead import RunsAhead, sent_ahead
 from attncore.builder.persistent.settings import check_captured_size, check_settings, check_states
+from attncore.builder.persistent.spans import check_spans
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.persistent.taking_back import refuse_unfinished
 from attncore.builder.show import builder_text
@@ -109,6 +110,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
             check_draft_trees(self._backends, self._settings, num_rejected is not None)
             self._trees = DraftTrees(self._core)
             self._engine_fields.add(self._trees.field, self._trees.fill)
+        if self._core.spans is not None:
+            check_spans(self._backends, self._settings, num_rejected is not None)
         check_states(self._core.states, self._settings, num_rejected is not None)
         for slots in self._core.states.values():
             self._engine_fields.add(slots.field, slots)
@@ -242,14 +245,15 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
-        elif self._sent_step is not None and self._core.ran_trees is None:
+        elif self._sent_step is not None and self._core.ran_trees is None and not self._runs_spans(bucket):
             given = None if scheduled is _ALL_REQUESTS else scheduled
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         core = self._core
-        # The longer way looks at trees, and at steps ahead, of another builder.
+        # The longer way looks at trees, and at steps ahead, of another builder, and at spans.
         longer = self._longer or core.ran_trees is not None or (core.ahead is not None and core.ahead.left > 0)
+        longer = longer or self._runs_spans(bucket)
         if bucket is None and one_of_each and not longer:
             metadata = self._decode_step()
             if metadata is not None:
@@ -272,6 +276,11 @@ class MetadataBuilder(RunsAhead, Uncopied):
             if self._overlap is not None:
                 self._overlap.begin(overlapped, self._assembly.plans_on_host(shape))
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
+
+    def _runs_spans(self, bucket: Any) -> bool:
+        """Whether a step may have spans, or has to say that it has none."""
+        spans = self._core.spans
+        return spans is not None and (spans.some or isinstance(bucket, tuple))
 
     def keep_paths(self, paths: Mapping[Any, Any]) -> Any:
         """Keeps what was accepted of trees: ``paths`` maps requests that ran one in their last step to drafts.

@@ -233,6 +233,9 @@ class StepShapes:
             arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
             padded=True, classes=CLASSES_AT_CAPTURE,
         )  # fmt: skip
+        if self._core.spans is not None and isinstance(shape.bucket, tuple):
+            for of_group in kept.groups.values():
+                of_group.host._spans_of_step = None  # type: ignore[attr-defined]
         return kept
 
     def forget_captured(self, bucket: Bucket) -> None:
