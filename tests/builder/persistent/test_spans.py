@@ -1,4 +1,4 @@
-"""Batches with bidirectional spans: what `set_spans` takes, the field of each step, and builds that would cut a span."""
+"""Batches with bidirectional spans: what `set_spans` takes, the field of each step, builds that would cut a span."""
 
 import itertools
 
@@ -136,12 +136,9 @@ def test_random_chunks_are_those_of_each_request_alone(kernels, seed):
 @pytest.mark.parametrize(
     ("computed", "tokens", "said"),
     [
-        (0, 3, "scheduled: tokens 0 to 2 of request 'a' cut its span [2, 5), which runs in one step; schedule 5 tokens "
-               "or more, or 2"),
-        (2, 2, "scheduled: tokens 2 to 3 of request 'a' cut its span [2, 5), which runs in one step; schedule 3 tokens "
-               "or more"),
-        (5, 5, "scheduled: tokens 5 to 9 of request 'a' cut its span [9, 12), which runs in one step; schedule 7 tokens "
-               "or more, or 4"),
+        (0, 3, "scheduled: tokens 0 to 2 of request 'a' cut its span [2, 5), {}; schedule 5 tokens or more, or 2"),
+        (2, 2, "scheduled: tokens 2 to 3 of request 'a' cut its span [2, 5), {}; schedule 3 tokens or more"),
+        (5, 5, "scheduled: tokens 5 to 9 of request 'a' cut its span [9, 12), {}; schedule 7 tokens or more, or 4"),
         (3, 9, "spans: request 'a' has 3 computed tokens, which end within its span [2, 5); the whole span runs in one "
                "step, so take back 1 with batch.rollback, or add the request with 2 at most"),
         (11, 1, "spans: request 'a' has 11 computed tokens, which end within its span [9, 12); the whole span runs in "
@@ -153,9 +150,9 @@ def test_a_build_that_cuts_a_span_is_refused(kernels, computed, tokens, said):
     batch.add_request("a", [9, 3, 7, 5], computed)
     batch.add_request("b", [1, 2, 6], 2)
     batch.set_spans("a", SPANS)
-    with pytest.raises(ValueError, match="^scheduled|^spans") as refused:
+    with pytest.raises(ValueError, match=r"^(scheduled|spans): ") as refused:
         builder.build({"a": tokens})
-    assert str(refused.value) == said
+    assert str(refused.value) == said.format("which runs in one step")
     assert [batch.num_computed_tokens(name) for name in "ab"] == [computed, 2]
     assert (builder.last_step, batch.spans("a")) == (-1, SPANS)
     metadata = builder.build({"a": 0})
@@ -180,7 +177,7 @@ def test_what_a_refused_build_left_is_not_seen(kernels):
         ([(3, 3)], ValueError, r"spans: of request 'a': \[3, 3\) has no token; give start < stop"),
         ([(-1, 3)], ValueError, r"spans: of request 'a', at index 0: -1 is "),
         ([(60, 65)], ValueError, r"spans: of request 'a': \[60, 65\) ends behind the 64 tokens of max_model_len"),
-        ([(0, 4), (3, 5)], ValueError, r"spans: of request 'a': \[3, 5\) begins before 4, where the one before it ends"),
+        ([(0, 4), (3, 5)], ValueError, r"spans: of request 'a': \[3, 5\) begins before 4, where the one before"),
         ([(6, 8), (0, 4)], ValueError, r"spans: of request 'a': \[0, 4\) begins before 8"),
         ([(0, 4, 5)], ValueError, r"spans: of request 'a': \(0, 4, 5\) at index 0; give pairs \(start, stop\)"),
         ([(0, 4), (5,)], ValueError, r"spans: of request 'a': \(5,\) at index 1; give pairs \(start, stop\)"),
@@ -246,7 +243,7 @@ def test_a_batch_without_spans_has_none():
     metadata = builder.build({"a": 4})
     assert not hasattr(metadata, "span_ends")
     assert not hasattr(metadata.host, "span_ends")
-    with pytest.raises(TypeError, match="^spans: "):
+    with pytest.raises(TypeError, match=r"^spans: "):
         InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK, spans="yes")
 
 
