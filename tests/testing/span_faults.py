@@ -99,6 +99,41 @@ if beside is not None and scoring.alibi_slopes is not None:
         SPANS,
     ),
     Fault(
+        "decodes_without_spans",
+        "test_short_spans_that_count_as_decodes",
+        "; it is as if its tokens were in no span: span_ends was not read",
+        ends("found[: metadata.num_decode_tokens] = 0"),
+        SPANS,
+    ),
+    Fault(
+        "ends_of_the_capture",
+        "test_captured_prompts_with_spans",
+        "; it is as if its tokens were in no span: span_ends was not read",
+        forward("""
+kept, found = self.__dict__.setdefault("kept", {}), getattr(metadata.host, "span_ends", None)
+if found is None or not metadata.use_cuda_graph:
+    return whole(query, key, value, kv_cache, metadata, output)
+found = kept.setdefault((metadata.num_reqs, metadata.num_tokens), np.array(found))
+return whole(query, key, value, kv_cache, changed(metadata, span_ends=found), output)
+"""),
+        f"{SPANS}, cuda_graph='always'",
+    ),
+    Fault(
+        "ends_of_the_step_before",
+        "test_captured_prompts_with_spans",
+        "differs",
+        forward("""
+found = getattr(metadata.host, "span_ends", None)
+if found is None or not metadata.use_cuda_graph:
+    return whole(query, key, value, kv_cache, metadata, output)
+before = self.__dict__.setdefault("before", {})
+size = metadata.num_reqs, metadata.num_tokens
+found, before[size] = np.maximum(found, before.get(size, found)), np.array(found)
+return whole(query, key, value, kv_cache, changed(metadata, span_ends=found), output)
+"""),
+        f"{SPANS}, cuda_graph='always'",
+    ),
+    Fault(
         "keys_of_spans_in_the_same_tile_alone",
         "test_long_spans[None]",
         "differs",

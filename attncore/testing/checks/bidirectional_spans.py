@@ -15,6 +15,7 @@ from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_long_spans",
+    "test_short_spans_that_count_as_decodes",
     "test_spans_in_chunks",
     "test_spans_of_any_shape",
     "test_spans_over_random_batches",
@@ -94,6 +95,23 @@ def test_spans_in_chunks(attncore_subject: Subject) -> None:
     engine.step({"a": 1, "b": second[1] - first[1] - 1})
     engine.step({"a": 1, "b": 3})
     engine.step({"a": 1, "b": 1})
+
+
+@covers("bidirectional_spans")
+def test_short_spans_that_count_as_decodes(attncore_subject: Subject) -> None:
+    """A prompt's last chunk of few tokens is a decode for the builder, beside decodes of drafts."""
+    attncore_subject.require("bidirectional_spans")
+    attncore_subject.require("multi_token_decode")
+    attncore_subject.require_phase("prefill", "decode")
+    engine = SpanEngine(attncore_subject.backend())
+    engine.take_for_decodes(4)
+    size = max(engine.block_size, 4)
+    for name, spans in (("a", [(size, size + 4)]), ("b", [(0, 2), (size - 1, size + 1)]), ("drafts", [])):
+        engine.add(name, size + 8)
+        engine.set_spans(name, spans)
+    engine.step({"a": size, "b": size - 2, "drafts": size})
+    engine.step({"a": 4, "b": 4, "drafts": 3})
+    engine.step({"a": 1, "b": 1, "drafts": 3})
 
 
 @covers("bidirectional_spans")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncore.builder import MetadataBuilder
 from attncore.dense import dense_attention
 from attncore.testing.engines.compare import StepRequest, close
 from attncore.testing.engines.engine import Engine
@@ -28,13 +29,28 @@ class SpanEngine(Engine):
 
     with_spans = True
 
+    def take_for_decodes(self, tokens: int) -> None:
+        """Rows of up to so many tokens are decodes from now on."""
+        most = self.builder.max_num_batched_tokens
+        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=most, decode_threshold=tokens)
+
     def set_spans(self, name: Hashable, spans: Spans) -> None:
         """Give a request, of which nothing is computed, its spans."""
         self.batch.set_spans(name, spans)
 
+    def whole(self, name: Hashable, most: int) -> list[int]:
+        """How many of a request's next ``most`` tokens make a chunk that cuts no span."""
+        context, spans = self.context(name), self.batch.spans(name)
+        return [n for n in range(1, most + 1) if not any(a < context + n < b for a, b in spans)]
+
+    def spans_in(self, name: Hashable, tokens: int) -> bool:
+        """Whether a request's next tokens hold a span."""
+        context = self.context(name)
+        return any(context <= start < context + tokens for start, _ in self.batch.spans(name))
+
     def chunks(self, name: Hashable, tokens: int, random: np.random.Generator, most: int = 4) -> list[int]:
-        """``tokens`` tokens of a request in ``most`` chunks or fewer, none of which cuts a span."""
-        allowed = [at for at in range(1, tokens) if not any(a < at < b for a, b in self.batch.spans(name))]
+        """``tokens`` tokens of a new request in ``most`` chunks or fewer, none of which cuts a span."""
+        allowed = self.whole(name, tokens - 1)
         count = min(len(allowed), int(random.integers(0, most)))
         cuts = [0, *sorted(random.permutation(allowed)[:count].astype(int).tolist()), tokens]
         return [stop - start for start, stop in itertools.pairwise(cuts)]
