@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from engine import Engine  # noqa: E402
+from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.image_models import IMAGE, PLACES, eager, gemma3, images, prompt  # noqa: E402
 from integrations.models import decoder  # noqa: E402
 
@@ -113,3 +115,65 @@ def test_what_has_no_such_images_is_refused():
         image_spans(gemma3(), [1, "2"])
     with pytest.raises(TypeError, match=r"^model: "):
         image_spans(None, [1])
+
+
+def said(model, tokens, pixels, count):
+    """What the model says by its own eager forward passes, greedily."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(eager(model, tokens, pixels)[-1].argmax()))
+    return tokens[-count:]
+
+
+def new_engine(model, **options):
+    few = {"num_blocks": 48, "max_num_reqs": 4, "max_num_batched_tokens": 24, "block_size": 8}
+    return Engine(model, **{**few, "images": True, **options})
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("num_blocks", [48, 26])
+def test_the_engine_says_what_the_model_says(num_blocks, captured, monkeypatch):
+    """Prompts with images beside others, in steps of few tokens, so that chunks end ahead of images; with few blocks
+    some run again. Decodes run in graphs, and with images nothing does."""
+    model = gemma3()
+    with graphs_on_cpu("auto", monkeypatch) as options:
+        check_engine(model, num_blocks=num_blocks, **(options if captured else {"backend": "reference"}))
+
+
+def check_engine(model, **options):
+    wanted = [said(model, tokens, images(count, seed), 16) for seed, (tokens, count) in enumerate(PROMPTS.values())]
+    engine = new_engine(model, **options)
+    requests = [
+        engine.add_request(tokens, 16, images=images(count, seed) if count else None)
+        for seed, (tokens, count) in enumerate(PROMPTS.values())
+    ]
+    while engine.waiting or engine.running:
+        engine.step()
+    assert [request.output for request in requests] == wanted
+    assert bool(engine.preemptions) == (engine.num_blocks < 48)
+    assert bool(engine.graphs) == ("graph_sizes" in options)
+    assert not engine.images
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
+
+
+def test_prompts_with_other_images_share_no_blocks():
+    model, (tokens, count) = gemma3(), PROMPTS["between"]
+    engine = new_engine(model, backend="reference")
+    for seed in range(3):
+        request = engine.add_request(tokens, 6, images=images(count, seed))
+        while engine.waiting or engine.running:
+            engine.step()
+        assert request.output == said(model, tokens, images(count, seed), 6)
+
+
+def test_what_the_engine_refuses():
+    model, (tokens, count) = gemma3(), PROMPTS["between"]
+    few = {"num_blocks": 48, "max_num_reqs": 4, "block_size": 8, "backend": "reference"}
+    with pytest.raises(ValueError, match=r"^images: the engine was made without; make it with images=True"):
+        Engine(model, **few).add_request(tokens, 6, images=images(count))
+    with pytest.raises(ValueError, match=r"^images: 1 given for 2 places in the prompt"):
+        new_engine(model, backend="reference").add_request(tokens, 6, images=images(1))
+    with pytest.raises(
+        ValueError, match=r"^images: one of 16 tokens, which run in one step; max_num_batched_tokens is"
+    ):
+        Engine(model, **few, images=True, max_num_batched_tokens=15).add_request(tokens, 6, images=images(count))
