@@ -245,7 +245,11 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
-        elif self._sent_step is not None and self._core.ran_trees is None and not self._runs_spans(bucket):
+        elif (
+            self._sent_step is not None
+            and self._core.ran_trees is None
+            and (self._core.spans is None or not self._core.spans.run(bucket))
+        ):
             given = None if scheduled is _ALL_REQUESTS else scheduled
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
@@ -253,7 +257,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
         core = self._core
         # The longer way looks at trees, and at steps ahead, of another builder, and at spans.
         longer = self._longer or core.ran_trees is not None or (core.ahead is not None and core.ahead.left > 0)
-        longer = longer or self._runs_spans(bucket)
+        if core.spans is not None:
+            longer = longer or core.spans.run(bucket)
         if bucket is None and one_of_each and not longer:
             metadata = self._decode_step()
             if metadata is not None:
@@ -276,11 +281,6 @@ class MetadataBuilder(RunsAhead, Uncopied):
             if self._overlap is not None:
                 self._overlap.begin(overlapped, self._assembly.plans_on_host(shape))
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
-
-    def _runs_spans(self, bucket: Any) -> bool:
-        """Whether a step may have spans, or has to say that it has none."""
-        spans = self._core.spans
-        return spans is not None and (spans.some or isinstance(bucket, tuple))
 
     def keep_paths(self, paths: Mapping[Any, Any]) -> Any:
         """Keeps what was accepted of trees: ``paths`` maps requests that ran one in their last step to drafts.

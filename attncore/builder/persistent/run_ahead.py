@@ -46,7 +46,7 @@ class RunsAhead:
         are left; nothing has changed then. An interrupted call has happened (``last_step``, ``steps_ahead``), or
         nothing has changed.
         """
-        spans = self._core.spans if self._core.spans is not None and self._core.spans.some else None
+        spans = self._core.spans if self._core.spans is not None and self._core.spans.run(bucket) else None
         if self._sent_ahead is not None and self._core.ran_trees is None and spans is None:
             steps = self._sent_ahead.run_ahead(num_steps, bucket, None if scheduled is _ALL_REQUESTS else scheduled)
             if steps is not None:

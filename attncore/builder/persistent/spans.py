@@ -36,10 +36,19 @@ class Spans:
         self._last = zeros(core.max_num_reqs, np.int32)
         """By place: where the last span ends; 0: the request has none."""
 
-    @property
-    def some(self) -> bool:
-        """Whether a request of the batch has spans, computed ones too."""
-        return bool(self._of)
+    def run(self, bucket: Any) -> bool:
+        """Whether the next step may have spans, or is padded to a captured size of tokens, which has the field always.
+
+        The steps of requests whose spans are all computed are built by the shorter ways, which do not look at spans.
+        """
+        if isinstance(bucket, tuple):
+            return True
+        if not self._of:
+            return False
+        core = self._core
+        core.settle()  # what an interrupted call has counted as computed is not
+        lengths = core.lengths[:, : len(core.order.req_ids)]
+        return bool((self._last[lengths[codes.PLACE]] > lengths[codes.COMPUTED]).any())
 
     @property
     def nbytes(self) -> int:
