@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore.builder.blocks.spans import NONE, cut_span, write_ends
 from attncore.builder.device.memory import zeros
 from attncore.builder.fields import FIELDS
+from attncore.builder.slices import own_array
 from attncore.kernels import codes
 from attncore.show import counted
 
@@ -81,12 +82,12 @@ class Spans:
 
         ValueError where the step cuts a span, and where it is padded to a captured size of decodes, which read none.
         """
-        host, num_reqs = metadata.host, len(metadata.req_ids)
+        num_reqs = len(metadata.req_ids)
         of_tokens = isinstance(bucket, tuple)
         rows: list[int] = []
         if self._of:
-            contexts = host._own("context_lens")[:num_reqs]  # type: ignore[attr-defined]
-            stops = contexts + host._own("query_lens")[:num_reqs]  # type: ignore[attr-defined]
+            contexts = own_array(metadata.host, "context_lens")[:num_reqs]
+            stops = contexts + own_array(metadata.host, "query_lens")[:num_reqs]
             left = np.flatnonzero(self._last[self._core.lengths[codes.PLACE, :num_reqs]] > contexts).tolist()
             rows = [row for row in left if self._in_step(metadata, row, int(contexts[row]), int(stops[row]))]
         if rows and bucket is not None and not of_tokens:
@@ -94,13 +95,11 @@ class Spans:
                 f"bucket: {bucket}, but request {metadata.req_ids[rows[0]]!r} runs a span in this step, and graphs of "
                 "decodes are captured without any; build without a bucket, or for a size captured with num_tokens"
             )
-        for of_group in metadata.groups.values():
-            of_group.host._spans_of_step = metadata.step if rows or of_tokens else -1  # type: ignore[attr-defined]
+        metadata.set_has_spans(bool(rows) or of_tokens)
         if not rows and not of_tokens:
             return
-        out = host._own("span_ends")  # type: ignore[attr-defined]
+        out, starts = own_array(metadata.host, "span_ends"), own_array(metadata.host, "query_start_loc")
         out[:] = 0
-        starts = host._own("query_start_loc")  # type: ignore[attr-defined]
         for row in rows:
             write_ends(self.of_row(row), int(contexts[row]), out[starts[row] : starts[row + 1]])
 
@@ -112,7 +111,7 @@ class Spans:
         index = int(np.searchsorted(spans[:, 0], first))
         if index == len(spans) or spans[index, 0] >= stop:
             return False
-        masks = metadata.host._memory("tree_mask")  # type: ignore[attr-defined]
+        masks = own_array(metadata.host, "tree_mask")
         if masks is not None and masks[metadata.host.query_start_loc[row]]:
             raise ValueError(
                 f"trees: request {metadata.req_ids[row]!r} runs a tree where it has the span "

@@ -104,6 +104,12 @@ class StepMetadata(Reused, CommonAttentionMetadata):
 
     paged_kv_indices: Any = property(_page_indices)  # on a GPU, gathered there
 
+    def set_has_spans(self, has_spans: bool | None) -> None:
+        """Whether this step has ``span_ends``; None: each one that this object is of. Called by the builder."""
+        step = None if has_spans is None else self.step if has_spans else -1
+        for metadata in self.groups.values():
+            vars(metadata.host)["_spans_of_step"] = step
+
     def _ends_of_spans(self) -> Any:
         # An AttributeError, of a batch without spans, is that of __getattr__, which is asked then.
         return None if self.host.span_ends is None else self.once_a_step("_span_ends", self._new_ends_of_spans)
@@ -170,7 +176,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
         for metadata in self.groups.values():
             for key in _ONCE_A_STEP & metadata.__dict__.keys():
                 del metadata.__dict__[key]
-            metadata.host._spans_of_step = -1  # type: ignore[attr-defined]
+        self.set_has_spans(False)
 
     def _cached(self, key: str, make: Any) -> Any:
         return self.once_a_step(key, make)

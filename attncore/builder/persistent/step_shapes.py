@@ -234,8 +234,7 @@ class StepShapes:
             padded=True, classes=CLASSES_AT_CAPTURE,
         )  # fmt: skip
         if self._core.spans is not None and isinstance(shape.bucket, tuple):
-            for of_group in kept.groups.values():
-                of_group.host._spans_of_step = None  # type: ignore[attr-defined]
+            kept.set_has_spans(None)
         return kept
 
     def forget_captured(self, bucket: Bucket) -> None:
