@@ -273,9 +273,10 @@ def test_captured_sizes_of_tokens_have_the_field_always_and_those_of_decodes_nev
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, decode_threshold=4, transport=transport)
         batch.add_request("a", [9, 3, 7, 5])
         batch.add_request("b", [1, 2, 6], 2)
-        captured, decodes = builder.capture(3, num_tokens=16), builder.capture(2, query_len=4)
-        assert captured.span_ends.tolist() == [0] * 16
+        decodes = builder.capture(2, query_len=4)
         assert decodes.span_ends is decodes.host.span_ends is None
+        captured = builder.capture(3, num_tokens=16)
+        assert captured.span_ends.tolist() == [0] * 16
         for spans, ends in (([], [0] * 16), (SPANS, [0, *ENDS, 0, 0])):
             batch.set_spans("a", spans)
             metadata = builder.build({"a": 13}, bucket=(3, 16))
