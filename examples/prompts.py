@@ -14,6 +14,7 @@ from request import Request
 from attncore.arguments import INT32_MAX, float32_number, integer, integer_or_none
 from attncore.integrations.transformers import image_spans
 from attncore.quoted import quoted
+from attncore.show import counted
 
 
 class TakesPrompts:
@@ -79,9 +80,7 @@ class TakesPrompts:
         if len(images) != len(spans):
             raise ValueError(f"images: {len(images)} given for {len(spans)} places in the prompt")
         if (longest := max((stop - start for start, stop in spans), default=0)) > most:
-            raise ValueError(
-                f"images: one of {longest} tokens, which run in one step; max_num_batched_tokens is {most}"
-            )
+            raise ValueError(f"images: one has {counted(longest, 'token')}, and a step {most} (max_num_batched_tokens)")
         return spans
 
     def _tokens(self, name: str, given: Any) -> list[int]:

@@ -173,7 +173,5 @@ def test_what_the_engine_refuses():
         Engine(model, **few).add_request(tokens, 6, images=images(count))
     with pytest.raises(ValueError, match=r"^images: 1 given for 2 places in the prompt"):
         new_engine(model, backend="reference").add_request(tokens, 6, images=images(1))
-    with pytest.raises(
-        ValueError, match=r"^images: one of 16 tokens, which run in one step; max_num_batched_tokens is"
-    ):
+    with pytest.raises(ValueError, match=r"^images: one has 16 tokens, and a step 15 \(max_num_batched_tokens\)"):
         Engine(model, **few, images=True, max_num_batched_tokens=15).add_request(tokens, 6, images=images(count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,7 +206,7 @@ class InputBatch(KeepsColumns, Uncopied):
             self._core.add(req_id, row)
             return row
 
-    def set_spans(self, req_id: Hashable, spans: Any) -> None:
+    def set_spans(self, req_id: Hashable, spans: Iterable[Sequence[int]]) -> None:
         """Makes ``spans`` those of the request, in place of what it had: pairs (start, stop) of positions in it.
 
         The tokens of a span, such as those of an image in a prompt, see each other in both directions, also where a

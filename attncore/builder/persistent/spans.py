@@ -141,7 +141,8 @@ def _cut_text(req_id: Hashable, span: tuple[int, int], first: int, stop: int) ->
         )
     return (
         f"scheduled: tokens {first} to {stop - 1} of request {req_id!r} cut its span [{start}, {end}), which runs in "
-        f"one step; schedule {end - first} tokens or more" + (f", or {start - first}" if start > first else "")
+        f"one step; schedule {counted(end - first, 'token')} or more"
+        + (f", or {start - first}" if start > first else "")
     )
 
 
