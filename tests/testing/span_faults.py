@@ -87,6 +87,16 @@ if beside is not None and scoring.sliding_window is not None:
         SPANS,
     ),
     Fault(
+        "no_window_for_tokens_of_spans",
+        "test_spans_behind_a_window",
+        "differs",
+        attend("""
+if beside is not None and scoring.sliding_window is not None:
+    beside |= beside.any(dim=2, keepdim=True) & (distance >= 0)
+"""),
+        SPANS,
+    ),
+    Fault(
         "slopes_of_later_keys_with_the_other_sign",
         "test_spans_with_a_feature[alibi]",
         "differs",

@@ -16,6 +16,7 @@ from attncore.testing.harness.subject import Subject
 __all__ = [
     "test_long_spans",
     "test_short_spans_that_count_as_decodes",
+    "test_spans_behind_a_window",
     "test_spans_in_chunks",
     "test_spans_of_any_shape",
     "test_spans_over_random_batches",
@@ -132,6 +133,26 @@ def test_spans_with_a_feature(attncore_subject: Subject, feature: str) -> None:
     engine.step({"new": 30, "chunk": 30})
     if "decode" in attncore_subject.form.phases:
         engine.step({"new": 1, "chunk": 1})
+
+
+@covers("bidirectional_spans")
+def test_spans_behind_a_window(attncore_subject: Subject) -> None:
+    """Blocks that the window has passed are null and other requests' when a chunk begins with a span."""
+    attncore_subject.require("bidirectional_spans")
+    attncore_subject.require_phase("prefill", "decode")
+    attncore_subject.require("sliding_window")
+    engine = SpanEngine(attncore_subject.backend(num_heads=4, num_kv_heads=2), sliding_window=5)
+    context = max(3 * engine.block_size, 16)
+    for name in "ab":
+        engine.add(name, context + 40)
+        engine.set_spans(name, [(4, 12), (context, context + 20), (context + 21, context + 30)])
+        engine.step({name: context})
+        engine.release_passed(name, 5)
+    engine.add("other", 2 * engine.block_size)
+    engine.step({"a": 20, "b": 30, "other": 7})
+    engine.release_passed("a", 5)
+    engine.step({"a": 10, "b": 1})
+    engine.step({"a": 1, "b": 1})
 
 
 @covers("bidirectional_spans")
