@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from attncore.arguments import flag, float32_number, items, optional_integer
+from attncore.arguments import flag, float32_number, integer, items, optional_integer
 from attncore.array_arguments import not_strided
 from attncore.ops.without_autocast import without_autocast
 from attncore.show import counted
@@ -34,6 +34,7 @@ def dense_attention(
     logits_soft_cap: float | None = ...,
     alibi_slopes: Tensor | Sequence[float] | None = ...,
     sinks: Tensor | Sequence[float] | None = ...,
+    spans: Sequence[tuple[int, int]] = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -50,6 +51,7 @@ def dense_attention(
     logits_soft_cap: float | None = ...,
     alibi_slopes: Tensor | Sequence[float] | None = ...,
     sinks: Tensor | Sequence[float] | None = ...,
+    spans: Sequence[tuple[int, int]] = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -65,6 +67,7 @@ def dense_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | Sequence[float] | None = None,
     sinks: Tensor | Sequence[float] | None = None,
+    spans: Sequence[tuple[int, int]] = (),
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the last ``num_queries`` tokens of a sequence over all of its ``num_keys`` tokens, in float32.
@@ -77,8 +80,9 @@ def dense_attention(
     ALiBi, the distance being that of the two positions. ``causal`` hides later tokens; ``sliding_window`` hides those
     that many positions away or more: causal, it is the number of tokens that a query may see, itself included.
     ``sinks`` is a logit a head that takes part in the softmax's sum and carries no value. Slopes and sinks have
-    ``num_heads`` entries. Not causal, without window and slopes, positions do not matter: there may be fewer keys than
-    queries, and none.
+    ``num_heads`` entries. ``spans``, pairs (start, stop) of positions, are ranges whose tokens see each other, whatever
+    ``causal`` and the window hide. Not causal, without window and slopes, positions do not matter: there may be fewer
+    keys than queries, and none.
 
     Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the natural logarithm of the
     softmax's sum (the sink included), ``(num_queries, num_heads)`` float32. Without any key they are 0 and -inf.
@@ -88,7 +92,8 @@ def dense_attention(
     if logits_soft_cap is not None:
         logits_soft_cap = float32_number("logits_soft_cap", logits_soft_cap, positive=True)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
-    placed = causal or sliding_window is not None or alibi_slopes is not None
+    spans = _checked_spans(spans)
+    placed = causal or sliding_window is not None or alibi_slopes is not None or bool(spans)
     _check(query, key, value, placed)
     num_queries, num_heads = query.shape[:2]
     num_keys, num_kv_heads = key.shape[:2]
@@ -102,6 +107,9 @@ def dense_attention(
         hidden |= key_position > query_position
     if sliding_window is not None:
         hidden |= (key_position - query_position).abs() >= sliding_window
+    for start, stop in spans:
+        inside = (query_position >= start) & (query_position < stop)
+        hidden &= ~(inside & (key_position >= start) & (key_position < stop))
 
     outputs, sums = [], []
     for head in range(num_heads):
@@ -158,6 +166,17 @@ def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
             f"query: {counted(query.shape[0], 'token')} over {counted(key.shape[0], 'key')}; dense attention makes at "
             f"most {_MOST_SCORES} scores a head; give fewer tokens at a time"
         )
+
+
+def _checked_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    checked = []
+    for index, span in enumerate(items("spans", spans)):
+        bounds = items(f"spans[{index}]", span)
+        if len(bounds) != 2:
+            raise ValueError(f"spans[{index}]: {counted(len(bounds), 'number')} found; give pairs (start, stop)")
+        start, stop = (integer(f"spans[{index}]", bound, 0) for bound in bounds)
+        checked.append((start, stop))
+    return checked
 
 
 def _per_head(name: str, values: Tensor | Sequence[float] | None, num_heads: int) -> list[float] | None:

@@ -33,6 +33,9 @@ class StepArrays(Protocol[Int64s, Int32s]):
     tree_mask: Int64s = DECLARED
     """int64[T]: bit j is set where the token sees the j-th token of its request in this step, of which it is one or
     descends from it in a draft tree; 0 of a token in no tree, which sees all before it."""
+    span_ends: Int32s = DECLARED
+    """int32[T]: the position behind the last token of the span that the token is in, all of which it sees; 0 of a token
+    in no span, which sees none after it. None where no token of the step is in a span."""
     # one per request
     seq_lens: Int32s = DECLARED
     """int32[n]: tokens of context and query together (list builder: capped for windowed decodes)."""

@@ -58,6 +58,7 @@ FEATURES: Mapping[str, str] = {
     "encoder_decoder": "cross attention over encoder tokens kept in the cache",
     "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
     "tree_mask": "drafts that form a tree: a token sees the context, its ancestors and itself (metadata.tree_mask)",
+    "bidirectional_spans": "tokens of a span, such as an image, see each other both ways (metadata.span_ends)",
     "strided_kv_cache": "forward takes the cache as a pair of views of any strides (the engine's own pool), too",
     "lse": "forward_with_lse returns the log-sum-exp of each row too (context parallelism, a context in chunks)",
 }

@@ -117,7 +117,8 @@ class Engine(TakesPrompts, Worker):
         self.runs.clear()
 
     def _launch(self, run: Run) -> list[Request]:
-        size = self._size_of(len(run.counts), sum(run.counts.values()))
+        has_images = any(one.launched <= start < run.ends[one] for one in run.counts for start, _ in one.spans)
+        size = None if has_images else self._size_of(len(run.counts), sum(run.counts.values()))
         counts = {name: run.counts.get(request, 0) for name, request in self.running.items()}
         others = {name: count for name, count in counts.items() if count != 1}  # builds run one of each, else
         num_steps = self._num_steps(run) if isinstance(size, int) else 1
@@ -151,12 +152,12 @@ class Engine(TakesPrompts, Worker):
 
     def _schedule_alone(self, request: Request) -> dict[Request, int]:
         """A step of one request. Blocks that it lacks are those of requests that run, which wait for it anyway."""
-        count = min(request.next, self.builder.max_num_batched_tokens)
+        count = request.fitting(self.builder.max_num_batched_tokens)
         while not (self._grow(request, count) if request.id in self.running else self._admit(request)):
             self._leave(next(one for one in reversed(self.running.values()) if one is not request), again=True)
         if request in self.waiting:
             self.waiting.remove(request)
-            count = min(request.next, count)  # a part of it may have been there already
+            count = request.fitting(count)  # a part of it may have been there already
         return {request: count}
 
     def _schedule(self) -> dict[Request, int] | None:
@@ -168,7 +169,7 @@ class Engine(TakesPrompts, Worker):
         scheduled: dict[Request, int] = {}
         budget, preemptions = self.builder.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):
-            count = min(request.next, budget)
+            count = request.fitting(budget)
             while request.id in self.running and not self._grow(request, count):
                 if self.runs:
                     return None
@@ -183,15 +184,18 @@ class Engine(TakesPrompts, Worker):
             return scheduled  # whoever lost its blocks in this step does not come back in it
         while self.waiting and budget and len(self.running) < self.batch.max_num_reqs and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
-            scheduled[request] = count = min(request.next, budget)
-            budget -= count
+            if count := request.fitting(budget):
+                scheduled[request] = count
+                budget -= count
         return scheduled
 
     def _admit(self, request: Request) -> bool:
         """Gives a request blocks for all its tokens, those of a prefix that is there already; False: too few are."""
         keys = (request.key(i, self.block_size) for i in range((len(request.tokens) - 1) // self.block_size))
         # One token is computed. The blocks of a prefix are of no use without the state behind it, which nobody keeps.
-        shared = [] if self.recurrent else list(itertools.takewhile(bool, map(self.pool.share, keys)))
+        # Nor is one of a prompt with images, of which the tokens do not say which they are.
+        alone = self.recurrent or request.spans
+        shared = [] if alone else list(itertools.takewhile(bool, map(self.pool.share, keys)))
         own = self.pool.take(-(-len(request.tokens) // self.block_size) - len(shared))
         if own is None:
             self.pool.give_back(shared)
@@ -199,7 +203,7 @@ class Engine(TakesPrompts, Worker):
         request.blocks, request.computed = shared + own, len(shared) * self.block_size
         request.launched, request.place = request.computed, self.sampled.free.pop()
         said = request.tokens, request.blocks, request.computed, request.temperature, request.place
-        self._add(request.id, *said)
+        self._add(request.id, *said, request.spans, request.images)
         self.running[request.id] = request
         return True
 
@@ -242,7 +246,7 @@ class Engine(TakesPrompts, Worker):
                     request.tokens.append(sampled[request.place][request.computed % self.sampled.kept])
                 if request.finished:
                     break
-            for index in range(first, request.computed // self.block_size):
+            for index in () if request.spans else range(first, request.computed // self.block_size):
                 self.pool.publish(request.blocks[index], request.key(index, self.block_size))
             if request.finished or request.computed >= self.suspects.get(request, 0):
                 self.suspects.pop(request, None)

@@ -12,7 +12,9 @@ import numpy as np
 from request import Request
 
 from attncore.arguments import INT32_MAX, float32_number, integer, integer_or_none
+from attncore.integrations.transformers import image_spans
 from attncore.quoted import quoted
+from attncore.show import counted
 
 
 class TakesPrompts:
@@ -25,6 +27,9 @@ class TakesPrompts:
     pool: Any
     waiting: deque[Request]
     running: dict[int, Request]
+    model: Any
+    builder: Any
+    images: dict[int, Any] | None
     step: Any
     cancel: Any
     _ids: itertools.count[int]
@@ -36,9 +41,12 @@ class TakesPrompts:
         return request
 
     def request(
-        self, prompt: Any, max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] | None = None
-    ) -> Request:
-        """What ``add_request`` queues. Threads may make requests while another one calls ``step``."""
+        self, prompt: Any, max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] | None = None,
+        images: Any = None,
+    ) -> Request:  # fmt: skip
+        """What ``add_request`` queues. Threads may make requests while another one calls ``step``.
+
+        ``images`` are the pixels of the prompt's images, (n, channels, height, width); the prompt has their places."""
         decode = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -60,8 +68,20 @@ class TakesPrompts:
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
             raise ValueError(f"prompt: length {longest} needs more than the pool's blocks, {self.pool.num_blocks - 1}")
         return Request(
-            next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends), decode=decode
-        )
+            next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends), decode=decode,
+            spans=[] if images is None else self._image_spans(prompt, images), images=images,
+        )  # fmt: skip
+
+    def _image_spans(self, prompt: list[int], images: Any) -> list[tuple[int, int]]:
+        """Where the images of a prompt are; ValueError where these are not as many, or one fits no step."""
+        if self.images is None:
+            raise ValueError("images: the engine was made without; make it with images=True")
+        spans, most = image_spans(self.model, prompt), self.builder.max_num_batched_tokens
+        if len(images) != len(spans):
+            raise ValueError(f"images: {len(images)} given for {len(spans)} places in the prompt")
+        if (longest := max((stop - start for start, stop in spans), default=0)) > most:
+            raise ValueError(f"images: one has {counted(longest, 'token')}, and a step {most} (max_num_batched_tokens)")
+        return spans
 
     def _tokens(self, name: str, given: Any) -> list[int]:
         """Token ids as ints; a wrong one would fail in the model, in the middle of everybody's step."""

@@ -26,6 +26,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
     error: Exception | None = None  # why it was dropped: its step failed though it ran alone
+    spans: list[tuple[int, int]] = field(default_factory=list)  # where images are, whose pixels are ``images``
+    images: Any = None
     decode: Callable[[list[int]], str] | None = None  # makes text of its output, where its prompt was text
     read: int = 0  # tokens of its output that ``news`` has given, and their text
     text: str = ""
@@ -43,6 +45,14 @@ class Request:
     def next(self) -> int:
         """How many tokens a step can run: all that are known, or the one that is being sampled."""
         return min(max(len(self.tokens) - self.launched, 1), self.left)
+
+    def fitting(self, room: int) -> int:
+        """How many tokens a step with room for so many runs: no image is cut. 0: the next one does not fit."""
+        count = min(self.next, room)
+        for start, stop in self.spans:
+            if start < self.launched + count < stop:
+                count = start - self.launched
+        return count
 
     @property
     def finished(self) -> bool:

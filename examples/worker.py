@@ -66,6 +66,7 @@ class Worker:
     Both are chosen on a GPU where they are None; (): none. ``threads`` are torch's on a CPU. ``compile``: whether
     layers are compiled, or options of torch.compile. Layers of latent attention have latent caches. ``interleave``:
     where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to each in turn.
+    ``images``: prompts may have images that see themselves in both directions (Gemma 3), in steps without a graph.
     ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
     def __init__(
@@ -73,7 +74,7 @@ class Worker:
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None,
         mixed_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1, ahead: int = 8,
         transport: str = "auto", interleave: int = 0, compile: bool | dict[str, Any] = False,  # noqa: A002
-        **wanted: Any,
+        images: bool = False, **wanted: Any,
     ) -> None:  # fmt: skip
         if not callable(getattr(model, "eval", None)):
             raise TypeError(f"model: a {type(model).__name__} found; give a loaded model of transformers")
@@ -96,7 +97,8 @@ class Worker:
             raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
         if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
             raise ValueError(f"max_model_len: {max_model_len} given; the model has {longest} positions: give no more")
-        fields = {"cuda_graph": level, "features": {"lse"} if interleave else set(), "num_blocks": num_blocks, **wanted}
+        features = {name for name, is_needed in (("lse", interleave), ("bidirectional_spans", images)) if is_needed}
+        fields = {"cuda_graph": level, "features": features, "num_blocks": num_blocks, **wanted}
         self.choice = select_for_model(model, layers=layers, **fields)
         self.backend, ranks = self.choice.create(self.device), None
         if interleave:
@@ -109,7 +111,7 @@ class Worker:
         shared = compile is False  # compiled layers are told apart by their caches
         self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, shared=shared, **slots)
         self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
-        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len}
+        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "spans": images}
         if self.recurrent:
             tables = KVCacheGroup("blocks", self.block_size, num_blocks=num_blocks)
             self.batch = InputBatch(groups=[tables, StateGroup("states", **slots)], **limits)
@@ -126,7 +128,8 @@ class Worker:
         self.sampled = SampledTokens(max_num_reqs, max(ahead, 1), self.device)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         torch.manual_seed(seed)
-        model.set_attn_implementation("attncore")
+        model.set_attn_implementation({"text_config": "attncore", "vision_config": "sdpa"} if images else "attncore")
+        self.images: dict[int, Any] | None = {} if images else None  # of requests that have some: pixels
         if compile is not False:
             with torch_threads(threads):  # as in steps: on a CPU compiled code is for a number of threads
                 compile_layers(model, self.caches, **({} if compile is True else compile))
@@ -146,12 +149,16 @@ class Worker:
         self.caches, self.mixed = None, []
 
     def _add(
-        self, name: int, tokens: list[int], blocks: list[int], computed: int, temperature: float, place: int
-    ) -> None:
+        self, name: int, tokens: list[int], blocks: list[int], computed: int, temperature: float, place: int,
+        spans: list[tuple[int, int]] | None = None, images: Any = None,
+    ) -> None:  # fmt: skip
         """A request with the blocks of its tokens; the first ``computed`` are in them already."""
         self.batch.add_request(name, {"blocks": blocks, "states": [place]} if self.recurrent else blocks, computed)
         self.input_ids.give(name, tokens)
         self.temperature[name], self.place[name] = temperature, place
+        if self.images is not None and spans:
+            self.batch.set_spans(name, spans)
+            self.images[name] = images
 
     def _append(self, blocks: dict[int, list[int]]) -> None:
         if self.recurrent:
@@ -161,6 +168,8 @@ class Worker:
 
     def _remove(self, name: int) -> list[int]:
         held = self.batch.remove_request(name)
+        if self.images is not None:
+            self.images.pop(name, None)
         return held["blocks"] if self.recurrent else held
 
     def _size_of(self, num_rows: int, num_tokens: int) -> Any:
@@ -185,22 +194,34 @@ class Worker:
         else:
             metadata.replay(self.whole[size] if isinstance(size, tuple) else self.graphs[size])
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _pixels(self, metadata: Any) -> dict[str, Any]:
+        """The images of a step in the order of its tokens, as the model takes them; nothing where it has none."""
+        if self.images is None or metadata.host.span_ends is None:
+            return {}
+        host, found = metadata.host, []
+        for name, first, stop in zip(metadata.req_ids, host.context_lens, host.seq_lens, strict=True):
+            for index, (start, _) in enumerate(self.batch.spans(name)):
+                if first <= start < stop:
+                    found.append(self.images[name][index])
+        return {"pixel_values": torch.stack(found)}
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, **images: Any) -> torch.Tensor:
         """Of the tokens at ``rows``, inside a context."""
-        given = {"position_ids": positions[None], "logits_to_keep": rows}
+        given = {"position_ids": positions[None], "logits_to_keep": rows, **images}
         return self.model(ids[None], use_cache=False, **given).logits[0]
 
     @torch.inference_mode()
     def _forward(self, metadata: Any) -> torch.Tensor:
         """The next token of every row."""
         step = self.sampled.inputs(metadata), metadata.positions, metadata.logits_indices
-        fitting = [mixed for mixed in self.mixed if mixed.holds(metadata)]
+        pixels = self._pixels(metadata)
+        fitting = [mixed for mixed in self.mixed if not pixels and mixed.holds(metadata)]
         with torch_threads(self.threads):
             if fitting:
                 logits = fitting[-1].run(metadata, *step).float()
             else:
                 with attncore_context(metadata, self.caches):
-                    logits = self.logits(*step).float()
+                    logits = self.logits(*step, **pixels).float()
         return self._sample(logits, metadata)
 
     def _sample(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:

@@ -44,6 +44,7 @@ PERSISTENT = {
     "InputBatch.replace_block:block_id": (100, lambda n: mutated(batch(), lambda m: m.replace_block("a", 1, n))),
     "InputBatch.rollback:num_tokens": (2, lambda n: mutated(batch(), lambda m: m.rollback("a", n))),
     "InputBatch.rollback_many:num_tokens": (2, lambda n: mutated(batch(), lambda m: m.rollback_many({"a": n}))),
+    "InputBatch.set_spans:spans": (4, call.spanned),
     "InputBatch.swap_rows:i": (1, lambda n: mutated(batch(), lambda m: m.swap_rows(n, 0))),
     "InputBatch.swap_rows:j": (1, lambda n: mutated(batch(), lambda m: m.swap_rows(0, n))),
     "InputBatch.truncate_blocks:num_blocks": (3, lambda n: mutated(batch(), lambda m: m.truncate_blocks("a", n))),
@@ -237,6 +238,7 @@ OTHERS = {
         getattr(call.backend(), method), **{name: n}))
        for method in ("kv_cache_shape", "get_kv_cache_shape") for name, value in _SIZES.items()},
     "dense_attention:sliding_window": (3, call.dense),
+    "dense_attention:spans": (4, lambda n: call.dense(2, [(1, n)])),
     **{f"Settings:{name}": (5, lambda n, name=name: Settings(**{name: n})) for name in (
         "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "verify_every", "seed", "world_size",
         "interleave")},

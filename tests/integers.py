@@ -165,9 +165,15 @@ def backend():
     return ReferenceBackend(config())
 
 
-def dense(window):
+def dense(window, spans=()):
     rows = torch.arange(24.0).reshape(6, 1, 4).sin()
-    return dense_attention(rows, rows, rows, scale=0.5, sliding_window=window).tolist()
+    return dense_attention(rows, rows, rows, scale=0.5, sliding_window=window, spans=spans).tolist()
+
+
+def spanned(end):
+    made = batch(spans=True)
+    made.set_spans("a", [(2, end)])
+    return made.spans("a")
 
 
 def slots_of_one(**given):

@@ -35,6 +35,8 @@ class DeviceView(CommonAttentionMetadata):
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes.
             if name in ARRAYS and name not in DERIVED:
+                if name == "span_ends" and getattr(self.host, name) is None:
+                    return None
                 part = self._slice(name)
                 value = self.__dict__[name] = read_only(part) if isinstance(part, np.ndarray) else part
                 return value

@@ -48,6 +48,8 @@ class Owner(enum.Enum):
     """The cross group."""
     TREES = "draft trees"
     """The step, where the builder was made with ``draft_trees``."""
+    SPANS = "spans"
+    """The step, where the batch was made with ``spans``; None in one in which no request is in a span."""
 
 
 class Pad(enum.Enum):
@@ -116,6 +118,7 @@ _OF_VIEWS = Builders("views", "")
 MOST_TREE_TOKENS = 64
 """Tokens of a draft tree, the root included: the bits of ``tree_mask``."""
 _OF_TREES = Builders("`draft_trees`", "")
+_OF_SPANS = Builders("`spans`; None: no token is in one", "")
 
 _FIELDS = (
     Field("slot_mapping", np.int64, Length.TOKEN, Owner.GROUP, PAD_SLOT_ID, builders=Builders("yes", "yes, padded")),
@@ -125,6 +128,7 @@ _FIELDS = (
         builders=Builders("yes", "yes, padded"),
     ),
     Field("tree_mask", np.int64, Length.TOKEN, Owner.TREES, 0, builders=_OF_TREES),
+    Field("span_ends", np.int32, Length.TOKEN, Owner.SPANS, 0, builders=_OF_SPANS),
     Field(
         "seq_lens", np.int32, Length.REQUEST, pad=Pad.SEQ_LEN,
         builders=Builders("yes", "yes, padded with 1; capped for windowed decodes"),
@@ -186,7 +190,7 @@ ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.internal)
 ENCODER_ARRAYS = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.ENCODER, Owner.CROSS))
 """The arrays that a step without encoder input does not have."""
 
-OPTIONAL = frozenset(name for name, field in FIELDS.items() if field.owner is Owner.TREES)
+OPTIONAL = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.TREES, Owner.SPANS))
 """The arrays that a step may lack though a backend declares that it reads them: without them nothing is special."""
 
 DERIVED = frozenset(name for name, field in FIELDS.items() if field.derive is not None)

@@ -234,12 +234,14 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         """
         skip = names_to_skip(self, skip_fields)
         names = [name for name in (*BROADCAST, *sorted(ARRAYS - DERIVED)) if name not in skip]
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
     def _wrapped(self, name: str) -> Any:
         shares = self._wrap is read_only  # the host's view, which is read-only already
         array = getattr(self.host, name, None) if shares else slices.own_array(self.host, name)
         if array is None:
+            if name == "span_ends" and hasattr(self.host, name):
+                return None
             raise no_such_field(type(self).__name__, name)
         return array if shares else self._wrap(array)
 

@@ -13,7 +13,7 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     ``metadata`` lacks; TypeError for what is no metadata.
 
     Fields of encoders may be missing from a step without encoder tokens, ``slot_mapping`` from that of a cross group,
-    ``tree_mask`` from one without draft trees.
+    ``tree_mask`` from one without draft trees. ValueError, too, for a step with spans that the backend would not see.
     """
     spec = backend.spec
     if spec is None:
@@ -21,6 +21,11 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     host = getattr(metadata, "host", None)
     if host is None:
         raise TypeError(f"metadata: {type(metadata).__name__} found, without host arrays; give the metadata of a step")
+    if getattr(host, "span_ends", None) is not None and "bidirectional_spans" not in spec.features:
+        raise ValueError(
+            f"metadata: it holds spans (span_ends), and {backend.name} does not have the feature bidirectional_spans; "
+            "choose a backend by a request with features={'bidirectional_spans'}"
+        )
     has_encoder = bool(getattr(metadata, "num_encoder_tokens", 0))
     crosses = hasattr(host, "cross_slot_mapping") and not hasattr(host, "slot_mapping")
     # What metadata makes of its host arrays is not made here: each field is a copy to the device.

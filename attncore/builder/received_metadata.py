@@ -35,12 +35,12 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     """The inverse of ``asdict_zerocopy``: metadata from fields that arrived from another rank.
 
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
-    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
-    the field where it is unknown or no such count, where an array's length is not that of the counts, where starts
+    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names the
+    field where it is unknown or no such count, where an array's length is not that of the counts, where starts
     (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, where indices
     (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step, and where masks
-    (``tree_mask``) are of no trees; ValueError for a missing count, and for a missing field that the backend's spec
-    declares (``backend.check_metadata``), and for drafts on a rank.
+    (``tree_mask``) are of no trees or ``span_ends`` of no spans; ValueError for a missing count, and for a missing
+    field that the backend's spec declares (``backend.check_metadata``), and for drafts on a rank.
 
     That block ids, slots and lengths are those of a cache and of its table is the caller's to know: no cache is known
     here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
@@ -71,6 +71,7 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     _check_starts(host, values["num_tokens"])
     _check_indices(host, values["num_tokens"], values["num_reqs"])
     _check_trees(host)
+    _check_spans(host)
     metadata = kind(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
         check_needed_fields(metadata, backend)
@@ -206,4 +207,26 @@ def _check_trees(host: Any) -> None:
         raise ValueError(
             f"fields['tree_mask']: {masks[wrong[0]]} of token {wrong[0]}, which is {own[wrong[0]]} of its request; a "
             "draft tree's tokens have a bit for the root, some before them and themselves, all other requests' 0"
+        )
+
+
+def _check_spans(host: Any) -> None:
+    """ValueError where the end of a token's span is not behind it, or the tokens up to there have not the same end."""
+    ends, starts, contexts = (host.peek(name) for name in ("span_ends", "query_start_loc", "context_lens"))
+    if ends is None or starts is None or contexts is None or not ends.any():
+        return
+    tokens, count = np.arange(len(ends)), len(contexts)
+    rows = np.clip(np.searchsorted(starts, tokens, side="right") - 1, 0, count)
+    inside = rows < count  # a padded token is in no request
+    starts, contexts = np.append(starts, starts[-1]), np.append(contexts, 0)
+    left = ends.astype(np.int64) - (contexts[rows] + tokens - starts[rows]) - 1  # tokens of the span behind this one
+    following = np.minimum(tokens + 1, len(ends) - 1)
+    same = (tokens + 1 < starts[rows + 1]) & (ends[following] == ends)
+    if (masks := host.peek("tree_mask")) is not None:
+        inside &= masks == 0
+    wrong = np.flatnonzero((ends != 0) & ~(inside & ((left == 0) | ((left > 0) & same))))
+    if len(wrong):
+        raise ValueError(
+            f"fields['span_ends']: {ends[wrong[0]]} of token {wrong[0]}; it is the position behind the last token of a "
+            "span, which all of its tokens have, and 0 of tokens in none and in draft trees"
         )

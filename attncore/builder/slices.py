@@ -42,6 +42,8 @@ class HostArrays:
                 return read_only(field.derive(self))  # not kept: the arrays may be those of another step the next time
             array = self._own(name)
             if array is None:
+                if name in vars(self._arrays):
+                    return None  # a field of the builder's that this step does without
                 raise no_such_field("metadata.host", name)
             view = self._kept_views[name] = kept(array)
         return view.view()
@@ -76,7 +78,7 @@ class HostArrays:
 
     def field_names(self) -> list[str]:
         """The fields that the step has."""
-        names = {name for name in vars(self._arrays) if name in FIELDS}
+        names = {name for name, array in vars(self._arrays).items() if name in FIELDS and array is not None}
         if "paged_kv_indptr" in names:
             names |= {"paged_kv_indices", *DERIVED}
         return sorted(names)
@@ -139,6 +141,8 @@ def slice_host(
     arrays, memory = vars(host._arrays), whole._memory
     for name, length, rebase, of_encoder in _WITHOUT_ENCODER if memory("encoder_seq_lens") is None else _WITH_ENCODER:
         array = memory(name)
+        if name == "span_ends" and _does_without(whole, array, start, stop):
+            arrays[name] = array = None
         if array is None:  # a cross group has no slot_mapping
             continue
         rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
@@ -147,6 +151,14 @@ def slice_host(
     if indptr is not None:
         vars(host)["_pages"] = whole, indptr[first], indptr[last]
     return host, _encoder_counts(host, whole, 0 if whole_encoder else first)
+
+
+def _does_without(whole: Any, span_ends: Any, start: int, stop: int) -> bool:
+    """Whether no token of a slice is in a span, of a step whose requests may have some."""
+    if span_ends is not None:
+        return not span_ends[start:stop].any()
+    held = whole._arrays
+    return "span_ends" in (held if isinstance(held, dict) else vars(held))
 
 
 def rebased(part: Any, rebase: Rebase, first_row: int, first_token: int) -> Any:

@@ -39,6 +39,7 @@ def attncore_backend() -> BackendSpec:
             "encoder_decoder",
             "multi_token_decode",
             "tree_mask",
+            "bidirectional_spans",
             "kv_scales",
             "kv_scales_on_device",
             "kv_scales_per_head",
@@ -51,6 +52,7 @@ def attncore_backend() -> BackendSpec:
         host_needs={
             "query_start_loc", "seq_lens", "context_lens", "slot_mapping", "cross_slot_mapping", "encoder_seq_lens",
             "encoder_query_lens", "encoder_query_start_loc", "tree_mask",
+            "span_ends",
         },
         device_needs={"slot_mapping", "block_table", "cross_slot_mapping", "cross_block_table"},
         host_lengths="exact",

@@ -60,7 +60,8 @@ class ReferenceImpl(AttentionImpl):
         attention and latent caches take is said in docs/contract.md.
 
         Request i attends over its first ``seq_lens[i]`` tokens, causally; where its tokens form a draft tree
-        (``tree_mask``), each over the context and its ancestors. A request without context, and one whose
+        (``tree_mask``), each over the context and its ancestors, and a token in a span (``span_ends``) over all of the
+        span, too. A request without context, and one whose
         last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
         last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
 

@@ -100,6 +100,8 @@ class CausalRows(NamedTuple):
     """Of the step's tokens."""
     masks: NDArray[np.int64] | None
     """``tree_mask`` of the step's tokens; None of a step without draft trees."""
+    span_ends: NDArray[np.int32] | None
+    """``span_ends`` of the step's tokens; None of a step without spans."""
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> CausalRows:
@@ -121,10 +123,11 @@ class CausalRows(NamedTuple):
             raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
         # Without a slot for its last token a request owns no cache: a profiling run, but for one shared by ranks.
         cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
-        masks = getattr(host, "tree_mask", None)
+        masks, span_ends = getattr(host, "tree_mask", None), getattr(host, "span_ends", None)
         return cls(
-            rows, starts, ends, lengths, cached, shared, slots, masks if masks is not None and masks.any() else None
-        )
+            rows, starts, ends, lengths, cached, shared, slots, masks if masks is not None and masks.any() else None,
+            span_ends if span_ends is not None and span_ends.any() else None,
+        )  # fmt: skip
 
     @property
     def some_unslotted(self) -> bool:
@@ -143,10 +146,12 @@ class CausalRows(NamedTuple):
 
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every request over its context and itself: short queries together, others one by one."""
-        rows, starts, ends, lengths, cached, shared, _, masks = self
+        rows, starts, ends, lengths, cached, shared, _, masks, span_ends = self
         counts = ends - starts
         trees = np.zeros(len(rows), dtype=np.bool_) if masks is None else masks[starts] != 0
         batched = cached & ~shared & ~trees & (counts <= MAX_BATCHED_QUERY)
+        if span_ends is not None and len(rows):
+            batched &= np.maximum.reduceat(span_ends[: ends[-1]], starts) == 0
         for num_queries in np.unique(counts[batched]):
             some = batched & (counts == num_queries)
             _many_requests(
@@ -167,7 +172,8 @@ class CausalRows(NamedTuple):
                 if masks is not None and trees[i]:
                     _tree(step, scoring, answer, int(rows[i]), tokens, context, masks[tokens])
                 else:
-                    _one_request(step, scoring, answer, int(rows[i]), tokens, context)
+                    spans = None if span_ends is None else span_bounds(span_ends[tokens])
+                    _one_request(step, scoring, answer, int(rows[i]), tokens, context, spans)
 
 
 def over_keys(
@@ -179,9 +185,11 @@ def over_keys(
     *,
     position: int = 0,
     first: int = 0,
+    spans: NDArray[np.int64] | None = None,
 ) -> None:
     """Attention of ``tokens``, which stand at ``position`` and after it, over keys and values that stand at ``first``
-    and after it. Queries go in chunks of bounded temporaries.
+    and after it. Queries go in chunks of bounded temporaries. ``spans`` int64 (2, tokens): where the span of each token
+    begins and ends, counted from ``position``; both 0 of a token in none.
     """
     key, value = keys
     num_heads = step.query.shape[1]
@@ -191,21 +199,50 @@ def over_keys(
         some = slice(start, min(start + chunk, tokens.stop))
         places = range(position + some.start - tokens.start, position + some.stop - tokens.start)
         low, high = scoring.visible(places[0], places[-1], first + len(key))
+        beside = None
+        if spans is not None:
+            bounds = spans[:, some.start - tokens.start : some.stop - tokens.start]
+            if bounds[1].any():
+                low = min(low, position + int(bounds[0][bounds[1] > 0].min()))
+                high = max(high, position + int(bounds[1].max()))
+                beside = torch.from_numpy(bounds + position).to(key.device).unsqueeze(2)
         low = max(first, low)
         seen = slice(low - first, high - first)
+        key_position = torch.arange(low, high, dtype=torch.int64, device=key.device)
+        if beside is not None:
+            beside = ((beside[0] <= key_position) & (key_position < beside[1])).unsqueeze(0)
         result, lse = attend(
             step.query[some].float().unsqueeze(0),
             key[seen].unsqueeze(0),
             value[seen].unsqueeze(0),
             torch.arange(places.start, places.stop, dtype=torch.int64, device=key.device).unsqueeze(0),
-            torch.arange(low, high, dtype=torch.int64, device=key.device).unsqueeze(0),
+            key_position.unsqueeze(0),
             scoring,
+            beside=beside,
         )
         answer.put(some, result[0], None if lse is None else lse[0])
 
 
-def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, context: int) -> None:
-    """Attention of ``tokens``, which follow ``context`` cached tokens of table row ``row``.
+def span_bounds(span_ends: NDArray[np.int32]) -> NDArray[np.int64] | None:
+    """int64 (2, tokens): where the span of each of a request's tokens in a step begins and ends, counted from the first
+    of them; both 0 of a token in none. None where no token is in one.
+
+    Tokens of one span are those that have the same end, so that nothing depends on where positions count from.
+    """
+    if not span_ends.any():
+        return None
+    edges = np.flatnonzero(np.diff(span_ends)) + 1
+    starts, stops = np.concatenate(([0], edges)), np.concatenate((edges, [len(span_ends)]))
+    bounds: NDArray[np.int64] = np.repeat(np.stack((starts, stops)), stops - starts, axis=1)
+    return np.where(span_ends != 0, bounds, 0)
+
+
+def _one_request(
+    step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, context: int,
+    spans: NDArray[np.int64] | None,
+) -> None:  # fmt: skip
+    """Attention of ``tokens``, which follow ``context`` cached tokens of table row ``row``; ``spans`` as of
+    ``over_keys``.
 
     Context is read from the cache, no further back than a window reaches; the step's own keys are taken as they came,
     so that a prompt whose early slots are masked, or that has no table at all, is right too.
@@ -215,7 +252,7 @@ def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens
     if first < context:
         cached_key, cached_value = step.cached(row, first, context)
         key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
-    over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first)
+    over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first, spans=spans)
 
 
 def _tree(

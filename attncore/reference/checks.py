@@ -110,7 +110,14 @@ def check_blocks(
 
 
 def check_shared(requests: CausalRows, sliding_window: int | None, alibi_slopes: object) -> None:
-    """Raise ValueError where ranks share a request's keys, and the layer counts distances among them."""
+    """Raise ValueError where ranks share a request's keys, and the layer counts distances among them, or its tokens are
+    in spans.
+    """
+    if requests.span_ends is not None and requests.shared.any():
+        raise ValueError(
+            f"metadata: row {requests.rows[requests.shared.argmax()]} holds a rank's part of its keys, in a step with "
+            "spans, whose tokens have to see all of theirs"
+        )
     names = [
         name
         for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes))

@@ -52,11 +52,13 @@ def attend(
     key_position: Tensor,
     scoring: Scoring,
     on_path: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of ``query`` (b, q, heads, d) over ``key`` (b, k, kv heads, d) and ``value`` (b, k, kv heads, dv).
 
     Positions are int64, (b, q) and (b, k); ``on_path``, of draft trees, is bool (b, q, k) and False of keys that are
-    hidden whatever their position; the rest is float32. Returns (b, q, heads, dv) and, with ``with_lse``, the logarithm
+    hidden whatever their position; ``beside`` is bool, too, and True of keys in the query's span, which it sees
+    whatever their position; the rest is float32. Returns (b, q, heads, dv) and, with ``with_lse``, the logarithm
     of the softmax's sums (b, q, heads), else None. Every query has to see at least one key.
     """
     distance = query_position.unsqueeze(2) - key_position.unsqueeze(1)
@@ -69,6 +71,9 @@ def attend(
         hidden = torch.zeros_like(distance, dtype=torch.bool)
     if scoring.sliding_window is not None:
         hidden |= distance >= scoring.sliding_window
+    if beside is not None:
+        hidden &= ~beside
+        distance = distance.abs()
     with without_autocast(query.device):
         if scoring.plain:
             return fused(query, key, value, hidden, scoring), None

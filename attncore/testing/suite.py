@@ -9,6 +9,7 @@ from __future__ import annotations
 from attncore.testing.checks import (
     adopted_steps,
     attend_without_writing,
+    bidirectional_spans,
     captured_settings,
     captured_sizes,
     cross_attention,
@@ -57,6 +58,7 @@ CHECKS = (
     strided_tensors,
     features,
     draft_trees,
+    bidirectional_spans,
     layers_together,
     dtypes_and_layouts,
     given_caches,

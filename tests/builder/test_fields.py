@@ -31,12 +31,13 @@ PUBLIC = {name: field for name, field in FIELDS.items() if not field.internal}
 def persistent_step(kernels, *, bucket=None):
     """A decode and a prefill over two decoder groups and an encoder; or two decodes padded to ``bucket``."""
     groups = [KVCacheGroup("full", 4), KVCacheGroup("large", 8), KVCacheGroup("cross", 4, cross=True)]
-    batch = InputBatch(max_num_reqs=6, max_model_len=32, groups=groups, max_encoder_len=8, kernels=kernels)
+    batch = InputBatch(max_num_reqs=6, max_model_len=32, groups=groups, max_encoder_len=8, spans=True, kernels=kernels)
     builder = MetadataBuilder(batch, max_num_batched_tokens=32, decode_threshold=2, draft_trees=True)
     builder._backends.pad_seq_len = PAD_SEQ_LEN
     batch.add_request("a", {"full": [1, 2], "large": [1], "cross": [5]}, 5, encoder_seq_len=3, encoder_computed=True)
     batch.add_request("b", {"full": [3, 4], "large": [2], "cross": [6]}, 1, encoder_seq_len=4, encoder_computed=True)
     if bucket is None:
+        batch.set_spans("b", [(2, 5)])
         return builder.build({"b": 5})
     builder.capture(bucket)
     return builder.build(bucket=bucket)
@@ -117,7 +118,7 @@ def check_padding(metadata, num_rows, *, own_row=False):
         if (
             field.length in (Length.PAGE, Length.ENCODER_TOKEN, Length.TABLE)
             or field.derive
-            or not hasattr(metadata, name)
+            or getattr(metadata, name, None) is None
         ):
             continue
         if own_row and not field.list_pads:

@@ -55,6 +55,10 @@ def persistent(kernels):
     trees = MetadataBuilder(with_trees, max_num_batched_tokens=16, draft_trees=True, decode_threshold=4)
     yield trees.build({"a": 3})
     yield trees.build(trees={"a": [-1, -1]})
+    with_spans = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, spans=True, kernels=kernels)
+    with_spans.add_request("a", [1, 2])
+    with_spans.set_spans("a", [(1, 3)])
+    yield MetadataBuilder(with_spans, max_num_batched_tokens=16).build({"a": 3})
 
 
 def lists():

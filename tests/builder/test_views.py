@@ -30,7 +30,8 @@ def test_a_view_of_a_step_without_an_encoder_asks_for_none_of_its_arrays(kernels
     view, counts = slice_host(whole, 1, 2, 1, 4)
     assert view.seq_lens.tolist() == [6]
     assert not counts
-    assert whole.missing == ["encoder_seq_lens", "tree_mask"]  # asked for by name, of each of the two kinds
+    # Asked for by name, of each kind.
+    assert whole.missing == ["encoder_seq_lens", "tree_mask", "span_ends"]
 
 
 @pytest.mark.parametrize("name", ["query_start_loc", "seq_start_loc"])

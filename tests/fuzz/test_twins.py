@@ -33,15 +33,17 @@ trees = mostly(
     st.dictionaries(st.sampled_from(KNOWN), st.lists(st.sampled_from([-1, -1, 0]), max_size=2), max_size=2),
     st.sampled_from(mappings("r0")),
 )
+pairs = st.tuples(st.integers(0, 9), st.integers(1, 6)).map(lambda one: (one[0], one[0] + one[1]))
+spans = mostly(st.one_of(st.lists(pairs, max_size=1), st.just([(0, 2), (2, 5)]), st.just([(1, 4), (6, 8)])), sequences)
 FIELD_NAMES = ("num_reqs", "num_tokens", "num_decodes", "max_seq_len", "max_query_len", "req_ids", "moves")
 
 
 class Side:
     """One implementation: its batch, its builder, and what it holds as plain values."""
 
-    def __init__(self, kernels, groups, block_size, draft_trees):
+    def __init__(self, kernels, groups, block_size, draft_trees, spans):
         own = {"groups": groups} if groups else {"block_size": block_size, "num_blocks": NUM_BLOCKS}
-        self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=kernels, **own)
+        self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, spans=spans, kernels=kernels, **own)
         self.builder = MetadataBuilder(
             self.batch, max_num_batched_tokens=MAX_TOKENS, decode_threshold=3, draft_trees=draft_trees
         )
@@ -54,7 +56,12 @@ class Side:
         rows = [*map(repr, order.req_ids)], sorted(order.holes), sorted(order.paused), sorted(order.row_of.values())
         trees = self.builder._trees
         ran = {} if trees is None else {name: plain(tuple(tree)) for name, tree in trees._ran.items()}
-        return core.lengths.tobytes(), tables, rows, core.state.num_rows, repr(ran), trees and repr(trees._given)
+        spans = core.spans and (
+            repr(sorted(core.spans._of.items(), key=lambda one: one[0])),
+            core.spans._last.tobytes(),
+        )
+        kept = repr(ran), trees and repr(trees._given), spans
+        return core.lengths.tobytes(), tables, rows, core.state.num_rows, *kept
 
     def again(self):
         """Called by an object while it is read: the batch refuses to be changed, unless it was not entered yet."""
@@ -79,13 +86,30 @@ class Side:
             for field, expected in whole.items():
                 value = getattr(metadata, field)
                 assert (value.tolist() if hasattr(value, "tolist") else value) == expected, field
+        if not self.changed_inside:
+            self.check_spans(metadata)
         return fields | {field: repr(getattr(metadata, field)) for field in FIELD_NAMES}
+
+    def check_spans(self, metadata):
+        """Each token has the end of its request's span, all of which the step runs."""
+        host, wanted = metadata.host, []
+        for row, one in enumerate(metadata.req_ids):
+            first, stop = int(host.context_lens[row]), int(host.context_lens[row] + host.query_lens[row])
+            held = [(a, b) for a, b in self.batch.spans(one) if a < stop and b > first]
+            assert all(first <= a and b <= stop for a, b in held), (held, first, stop)
+            wanted += [next((b for a, b in held if a <= token < b), 0) for token in range(first, stop)]
+        ends = getattr(host, "span_ends", None)
+        assert (ends is None) == (not any(wanted))
+        assert ends is None or ends.tolist() == wanted
 
 
 class Twins(RuleBasedStateMachine):
-    @initialize(groups=st.sampled_from(sorted(GROUPS)), block_size=st.sampled_from([1, 3, 4]), trees=st.booleans())
-    def start(self, groups, block_size, trees):
-        self.sides = [Side(kernels, GROUPS[groups], block_size, trees) for kernels in ("cython", "numba")]
+    @initialize(
+        groups=st.sampled_from(sorted(GROUPS)), block_size=st.sampled_from([1, 3, 4]), trees=st.booleans(),
+        spans=st.booleans(),
+    )  # fmt: skip
+    def start(self, groups, block_size, trees, spans):
+        self.sides = [Side(kernels, GROUPS[groups], block_size, trees, spans) for kernels in ("cython", "numba")]
         self.groups = [group.name for group in GROUPS[groups] or ()]
 
     def both(self, method, *recipes, **named):
@@ -130,6 +154,24 @@ class Twins(RuleBasedStateMachine):
     @rule(name=name, method=st.sampled_from(["remove_request", "preempt", "block_ids", "num_computed_tokens"]))
     def one_request(self, name, method):
         self.both(method, name)
+
+    @rule(name=name, given=spans)
+    def set_spans(self, name, given):
+        self.both("set_spans", name, given)
+        self.both("spans", name)
+
+    @rule(
+        name=st.sampled_from(KNOWN),
+        given=st.lists(pairs, max_size=3, unique=True).map(sorted),
+        tokens=st.integers(1, 16),
+    )
+    def run_spans(self, name, given, tokens):
+        """A request of its own, whose spans are run as far as these tokens go."""
+        first = 1 + 7 * KNOWN.index(name)
+        self.both("add_request", name, self.of_groups(fixed(list(range(first, first + 7)))))
+        self.both("set_spans", name, given)
+        others = dict.fromkeys(self.sides[0].batch.req_ids, 0)
+        self.both("step", scheduled={**others, name: tokens})
 
     @rule(name=name, tokens=few)
     def rollback(self, name, tokens):

@@ -11,13 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from attncore.dense import dense_attention
 
 
-def by_hand(query, key, value, head, i, *, scale, causal=True, window=None, cap=None, slope=0.0, sink=None):
+def by_hand(query, key, value, head, i, *, scale, causal=True, window=None, cap=None, slope=0.0, sink=None, spans=()):
     """One query of one head, in Python floats; returns the output and the log-sum-exp."""
     group = query.shape[1] // key.shape[1]
     position = len(key) - len(query) + i
     weights = {}
-    for j in range(position + 1 if causal else len(key)):
-        if window is not None and abs(position - j) >= window:
+    for j in range(len(key)):
+        hidden = (causal and j > position) or (window is not None and abs(position - j) >= window)
+        if hidden and not any(start <= position < stop and start <= j < stop for start, stop in spans):
             continue
         score = scale * math.fsum((query[i, head] * key[j, head // group]).tolist())
         if cap is not None:
@@ -32,7 +33,8 @@ def by_hand(query, key, value, head, i, *, scale, causal=True, window=None, cap=
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_against_sums_written_out(window, cap, special, causal):
+@pytest.mark.parametrize("spans", [[], [(0, 1), (1, 5), (6, 7)], [(4, 6)], [(2, 90)]])
+def test_against_sums_written_out(window, cap, special, causal, spans):
     torch.manual_seed(1)
     query, key, value = torch.randn(4, 4, 6), torch.randn(7, 2, 6), torch.randn(7, 2, 6)
     slopes, sinks = ([0.5, 0.1, 0.9, 0.3], [0.4, -2.0, 1.5, 0.0]) if special else (None, None)
@@ -46,12 +48,14 @@ def test_against_sums_written_out(window, cap, special, causal):
         logits_soft_cap=cap,
         alibi_slopes=slopes,
         sinks=sinks,
+        spans=spans,
         return_lse=True,
     )
     for i in range(4):
         for head in range(4):
             extra = {"slope": slopes[head], "sink": sinks[head]} if special else {}
-            row, total = by_hand(query, key, value, head, i, scale=0.4, causal=causal, window=window, cap=cap, **extra)
+            extra |= {"scale": 0.4, "causal": causal, "window": window, "cap": cap, "spans": spans}
+            row, total = by_hand(query, key, value, head, i, **extra)
             torch.testing.assert_close(output[i, head], row, atol=1e-5, rtol=1e-5)
             assert lse[i, head].item() == pytest.approx(total, abs=1e-5)
 
@@ -130,6 +134,9 @@ def test_without_keys_the_output_is_zeros(sinks):
         ("alibi_slopes", {"alibi_slopes": 5}),
         ("alibi_slopes[1]", {"alibi_slopes": [1.0, None, 1.0, 1.0]}),
         ("alibi_slopes[0]", {"alibi_slopes": torch.full((4,), math.nan)}),
+        ("spans", {"spans": 5}),
+        ("spans[1]", {"spans": [(0, 2), (3,)]}),
+        ("spans[0]", {"spans": [(-1, 2)]}),
         ("sinks[3]", {"sinks": [-math.inf, 1.0, 1.0, math.inf]}),
     ],
 )

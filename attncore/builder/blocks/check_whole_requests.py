@@ -11,8 +11,8 @@ from attncore.builder.metadata import CommonAttentionMetadata
 def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
     """ValueError unless each request's keys are all its tokens up to its last; ``why`` says what needs them.
 
-    It refuses a step padded for a graph, with draft trees, of a cross group, of one rank, with lengths that a window
-    has capped, or whose lengths the device alone knows.
+    It refuses a step padded for a graph, with draft trees or spans, of a cross group, of one rank, with lengths that a
+    window has capped, or whose lengths the device alone knows.
     """
     if (lengths := host_lengths_of(metadata)) != "exact":
         raise ValueError(f"metadata: the host's lengths of this step are {lengths}, not exact; {why}")
@@ -23,6 +23,8 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
         raise ValueError(f"metadata: of a cross group, whose keys are an encoder's; take a decoder group's ({why})")
     if holds_trees(metadata):
         raise ValueError(f"metadata: it holds draft trees, whose tokens see some of those before them; {why}")
+    if getattr(host, "span_ends", None) is not None:
+        raise ValueError(f"metadata: it holds spans, whose tokens see some of those behind them; {why}")
     row = first_partial(metadata)
     if row >= 0:
         raise ValueError(

@@ -104,7 +104,7 @@ def slice_metadata(
     parts = ("decode", first_decode, metadata.num_decodes), ("prefill", first_prefill, metadata.num_prefills)
     view = metadata._view(req_start, req_stop, token_start, token_stop)
     if before or after:
-        _check_cut(metadata)
+        _check_cut(metadata, *([token_start] if before else []), *([token_stop] if after else []))
         cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
         _cut(view, before, after, block_size)
         if isinstance(view, DeviceView):
@@ -146,13 +146,21 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
         )
 
 
-def _check_cut(metadata: CommonAttentionMetadata) -> None:
+def _check_cut(metadata: CommonAttentionMetadata, *cuts: int) -> None:
+    """ValueError where requests of the step cannot be cut, or not ahead of the tokens ``cuts``."""
     if metadata.from_groups:
         raise ValueError(
             "batch_slice: cuts a request of the list builder, whose table may be trimmed; slice by requests"
         )
     if holds_trees(metadata):
         raise ValueError("batch_slice: cuts a request of a step with draft trees; slice by requests")
+    ends = getattr(metadata.host, "span_ends", None)
+    for cut in cuts:
+        if ends is not None and ends[cut] and ends[cut] == ends[cut - 1]:
+            raise ValueError(
+                f"batch_slice: cuts a span ahead of token {cut}, whose tokens see each other; slice by requests, or "
+                "between spans"
+            )
     if _is_decoder(metadata.host) and first_partial(metadata) >= 0:
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "

@@ -63,7 +63,7 @@ class Assembly:
             [table.group.tokens_per_column for table in core.decoders],
             has_cross,
             settings.depth,
-            extra=engine_fields.fields,
+            extra=[*engine_fields.fields, *([core.spans.field] if core.spans is not None else [])],
             sent=sent_fields(backends, has_cross, overlap is not None, bool(core.states)) if side else None,
             journal_entries=side.journal_entries if side else 0,
             allocate=side.pinned if side else None,
@@ -202,6 +202,8 @@ class Assembly:
             settle_trees(core, metadata)
         if self._fill is not None:
             self._fill(metadata)
+        if core.spans is not None:
+            core.spans.fill(metadata, getattr(shape, "bucket", None))
         if self._backends.plans:
             self._backends.plan(metadata, shape.plans)
         if side is not None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from attncore.builder.blocks.spans import NONE
 from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
@@ -72,6 +73,8 @@ class BatchCore:
         """Draft trees of earlier steps, by request, until it runs again; None where no builder of the batch takes any.
         All of its builders look at them: what runs behind a tree sees what it left.
         """
+        self.spans: Any = None
+        """The requests' Spans; None where the batch was made without."""
         self.moving = False
         """Whether a build has moved rows whose order does not say so yet."""
         self._scratch = zeros(max_num_reqs, np.int32)
@@ -107,7 +110,7 @@ class BatchCore:
         """Host memory of tables and lengths, bytes."""
         own = self.lengths.nbytes + self.added_at.nbytes + self._scratch.nbytes
         held = sum(table.nbytes for table in self.tables.values()) + sum(slots.nbytes for slots in self.states.values())
-        return int(held + own)
+        return int(held + own + (self.spans.nbytes if self.spans is not None else 0))
 
     def settle(self) -> None:
         """Undoes what an interrupted call has left, for callers that read without entering."""
@@ -194,6 +197,8 @@ class BatchCore:
         """Removes the request; returns the blocks that it held, by group name."""
         row = self.order.row(req_id)
         held = self.clear(row)
+        if self.spans is not None:
+            self.spans.put(row, NONE)
         self.order.remove(req_id, row)
         self._count_rows()
         self.count_change()

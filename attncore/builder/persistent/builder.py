@@ -26,6 +26,7 @@ from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
 from attncore.builder.persistent.run_ahead import RunsAhead, sent_ahead
 from attncore.builder.persistent.settings import check_captured_size, check_settings, check_states
+from attncore.builder.persistent.spans import check_spans
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.persistent.taking_back import refuse_unfinished
 from attncore.builder.show import builder_text
@@ -109,6 +110,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
             check_draft_trees(self._backends, self._settings, num_rejected is not None)
             self._trees = DraftTrees(self._core)
             self._engine_fields.add(self._trees.field, self._trees.fill)
+        if self._core.spans is not None:
+            check_spans(self._backends, self._settings, num_rejected is not None)
         check_states(self._core.states, self._settings, num_rejected is not None)
         for slots in self._core.states.values():
             self._engine_fields.add(slots.field, slots)
@@ -242,14 +245,20 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
-        elif self._sent_step is not None and self._core.ran_trees is None:
+        elif (
+            self._sent_step is not None
+            and self._core.ran_trees is None
+            and (self._core.spans is None or not self._core.spans.run(bucket))
+        ):
             given = None if scheduled is _ALL_REQUESTS else scheduled
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         core = self._core
-        # The longer way looks at trees, and at steps ahead, of another builder.
+        # The longer way looks at trees, and at steps ahead, of another builder, and at spans.
         longer = self._longer or core.ran_trees is not None or (core.ahead is not None and core.ahead.left > 0)
+        if core.spans is not None:
+            longer = longer or core.spans.run(bucket)
         if bucket is None and one_of_each and not longer:
             metadata = self._decode_step()
             if metadata is not None:

@@ -38,6 +38,7 @@ class HostFields(Reused):
     ) -> None:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
         self._kept_views: dict[str, npt.NDArray[Any]] = {}  # the kernel drops them
+        self._spans_of_step: int | None = -1  # the step that has ``span_ends``; None: every one
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name in DERIVED:  # not kept: the next step in this arena has other values
@@ -57,6 +58,8 @@ class HostFields(Reused):
 
     def _memory(self, name: str) -> npt.NDArray[Any] | None:
         """The array that a field of every step is the beginning of, which kernels write; None for no field of these."""
+        if name == "span_ends" and self._spans_of_step not in (None, self._arena.step):
+            return None
         return self._tables[name].array if name in self._tables else self._arrays.get(name)
 
     def _own(self, name: str) -> npt.NDArray[Any] | None:
@@ -85,6 +88,8 @@ class HostFields(Reused):
     def field_names(self) -> list[str]:
         """The fields that steps of this group have."""
         names = (STEP_ARRAYS | self._extra.keys()) & (self._arrays.keys() | self._tables.keys())
+        if self._memory("span_ends") is None:
+            names -= {"span_ends"}
         return sorted({*names, "paged_kv_indices", *DERIVED})
 
     def peek(self, name: str) -> npt.NDArray[Any] | None:
@@ -157,6 +162,16 @@ def _view_of(name: str) -> Any:
 
 for _name in STEP_ARRAYS:
     setattr(HostFields, _name, _view_of(_name))
+
+
+def _span_ends(host: HostFields) -> npt.NDArray[np.int32] | None:
+    """Not kept: the next step in the arena may have none."""
+    if "span_ends" not in host._arrays:
+        raise AttributeError("span_ends")  # goes to __getattr__
+    return host.peek("span_ends")
+
+
+setattr(HostFields, "span_ends", property(_span_ends))  # noqa: B010  (as for the fields above)
 
 
 def cut(array: Any, name: str, arena: Any, extra: Mapping[str, Field]) -> Any:

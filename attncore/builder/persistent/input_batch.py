@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.builder.blocks.spans import NONE, checked_spans
 from attncore.builder.grid import batch_grid, batch_html
 from attncore.builder.persistent.batch_arguments import check_new_request, groups_of, ids_by_group
 from attncore.builder.persistent.batch_core import BatchCore
@@ -16,6 +17,7 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.columns import KeepsColumns
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
+from attncore.builder.persistent.spans import Spans
 from attncore.builder.persistent.state_group import StateGroup
 from attncore.builder.persistent.state_slots import StateSlots
 from attncore.builder.read_only import read_only
@@ -38,7 +40,8 @@ class InputBatch(KeepsColumns, Uncopied):
     own; block ids are then passed and returned as a mapping of group name to ids. A StateGroup among them has no table:
     its ids are a list of one slot, which a request holds until it leaves or is preempted. ``max_encoder_len``, in
     tokens, is required with a cross group and refused without one. ``kernels`` names the implementation (None: the
-    default).
+    default). With ``spans``, requests may have bidirectional spans (``set_spans``): steps have ``span_ends``, and each
+    backend of a builder over the batch has to have the feature ``bidirectional_spans``.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class InputBatch(KeepsColumns, Uncopied):
         num_blocks: int | None = None,
         groups: Iterable[KVCacheGroup | StateGroup] | None = None,
         max_encoder_len: int | None = None,
+        spans: bool = False,
         kernels: KernelsName | None = None,
     ) -> None:
         max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
@@ -64,6 +68,8 @@ class InputBatch(KeepsColumns, Uncopied):
         self._one_group = groups is None
         self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         self._core.states = {group.name: StateSlots(self._core, group) for group in states}
+        if arguments.flag("spans", spans):
+            self._core.spans = Spans(self._core)
         self._append_plain = self._core.append_plain(one_group=self._one_group)
         self._roll_back_plain = self._core.roll_back_plain()
 
@@ -199,6 +205,29 @@ class InputBatch(KeepsColumns, Uncopied):
                     )
             self._core.add(req_id, row)
             return row
+
+    def set_spans(self, req_id: Hashable, spans: Iterable[Sequence[int]]) -> None:
+        """Makes ``spans`` those of the request, in place of what it had: pairs (start, stop) of positions in it.
+
+        The tokens of a span, such as those of an image in a prompt, see each other in both directions, also where a
+        window has passed the first; what lies between spans is causal. A span runs in one step: a build that cuts one
+        is refused. They are copied, and stay with the request until it leaves, while it is preempted too. Tokens that
+        count as computed already were computed with the same spans: a cached prefix is found by its images as well.
+
+        Raises ValueError or TypeError, and changes nothing, where the batch was made without ``spans``, the request is
+        not in it, a span has no token or lies beyond ``max_model_len``, or spans overlap or are not in order.
+        """
+        if self._core.spans is None:
+            raise ValueError("spans: this batch was made without; give InputBatch spans=True")
+        checked = checked_spans(req_id, spans, self.max_model_len)
+        with self._core.enter():
+            self._core.spans.put(self._core.order.row(req_id), checked)
+
+    def spans(self, req_id: Hashable) -> list[tuple[int, int]]:
+        """The request's spans, as ``set_spans`` was given them; empty: it has none."""
+        known = self._core.spans
+        found = self._core.read(req_id, known.of_row if known is not None else lambda row: NONE)
+        return [(start, stop) for start, stop in found.tolist()]
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
         """Gives the request more blocks, in one group or several; a preempted request takes part in steps again.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
     from attncore.builder.persistent.block_table import BlockTable
 
-_ONCE_A_STEP = frozenset(("_indices", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
+_ONCE_A_STEP = frozenset(("_indices", "_span_ends", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
 
 
 def _count(name: str) -> Any:
@@ -104,6 +104,23 @@ class StepMetadata(Reused, CommonAttentionMetadata):
 
     paged_kv_indices: Any = property(_page_indices)  # on a GPU, gathered there
 
+    def set_has_spans(self, has_spans: bool | None) -> None:
+        """Whether this step has ``span_ends``; None: each one that this object is of. Called by the builder."""
+        step = None if has_spans is None else self.step if has_spans else -1
+        for metadata in self.groups.values():
+            vars(metadata.host)["_spans_of_step"] = step
+
+    def _ends_of_spans(self) -> Any:
+        # An AttributeError, of a batch without spans, is that of __getattr__, which is asked then.
+        return None if self.host.span_ends is None else self.once_a_step("_span_ends", self._new_ends_of_spans)
+
+    def _new_ends_of_spans(self) -> Any:
+        if self._device is not None:
+            return cut(self._device["span_ends"], "span_ends", self._arena, self._extra)
+        return self._wrapped("span_ends")
+
+    span_ends: Any = property(_ends_of_spans)
+
     @property
     def builder(self) -> Any:
         """The MetadataBuilder whose step this is."""
@@ -159,6 +176,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
         for metadata in self.groups.values():
             for key in _ONCE_A_STEP & metadata.__dict__.keys():
                 del metadata.__dict__[key]
+        self.set_has_spans(False)
 
     def _cached(self, key: str, make: Any) -> Any:
         return self.once_a_step(key, make)

@@ -233,6 +233,8 @@ class StepShapes:
             arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
             padded=True, classes=CLASSES_AT_CAPTURE,
         )  # fmt: skip
+        if self._core.spans is not None and isinstance(shape.bucket, tuple):
+            kept.set_has_spans(None)
         return kept
 
     def forget_captured(self, bucket: Bucket) -> None:

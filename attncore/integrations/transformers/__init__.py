@@ -8,6 +8,7 @@ Importing this package registers the attention implementation ``attncore`` with 
 - ``piecewise_graph``: CUDA graphs of what a model computes between its attention.
 - ``forward_pass``: a model's paged caches, and the context in which it runs over them.
 - ``recurrent_layers``: the states of Mamba and gated delta nets in slots.
+- ``image_spans``: the images in a prompt, which see themselves in both directions.
 - ``choose_backend``: one backend for all layers of a model.
 - ``latent_layers``: layers of latent attention over latent caches.
 - ``model_layers``: the layers of a model and what each asks for; ``refused_models``: models that cannot run.
@@ -28,6 +29,7 @@ from attncore.integrations.transformers.attention_interface import NAME
 from attncore.integrations.transformers.choose_backend import select_for_model
 from attncore.integrations.transformers.compiled_layers import compile_layers
 from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, paged_caches
+from attncore.integrations.transformers.image_spans import image_spans
 from attncore.integrations.transformers.latent_layers import use_latent_caches
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.integrations.transformers.piecewise_graph import PiecewiseGraph, capture_between_attention
@@ -43,6 +45,7 @@ __all__ = [
     "attncore_context",
     "capture_between_attention",
     "compile_layers",
+    "image_spans",
     "paged_caches",
     "recurrent_layers",
     "select_for_model",

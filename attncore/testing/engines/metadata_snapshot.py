@@ -29,7 +29,8 @@ class MetadataSnapshot:
         self._metadata, self._sent = metadata, sent
         self._counts = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}
         names = ARRAYS - DERIVED - (set() if sent else {GATHERED})
-        self._arrays = {name: np.array(getattr(metadata.host, name)) for name in names if hasattr(metadata.host, name)}
+        arrays = {name: getattr(metadata.host, name, None) for name in names}
+        self._arrays = {name: np.array(array) for name, array in arrays.items() if array is not None}
         builder = metadata.builder
         bounded = builder is not None and builder.host_lengths(metadata) == "bounded"  # the device's are exact
         own = [name for name in self._arrays if sent and (bounded or FIELDS[name].length is Length.TABLE)]

@@ -39,12 +39,15 @@ class Requests:
     ``written``, bool (num_blocks, block_size), the slots that hold a token.
     """
 
+    with_spans = False
+    """Whether requests may have spans."""
+
     def __init__(self, num_blocks: int, block_size: int, random: np.random.Generator, no_tokens: History) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.free = [int(block) for block in random.permutation(np.arange(1, num_blocks))]
         self.batch = InputBatch(
             max_num_reqs=MAX_REQUESTS, max_model_len=min(num_blocks, MAX_BLOCKS) * block_size, block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks, spans=self.with_spans,
         )  # fmt: skip
         self.history: dict[Hashable, History] = {}
         self.holders: dict[int, int] = {}

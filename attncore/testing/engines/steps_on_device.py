@@ -39,7 +39,7 @@ def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonA
 def copied(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """A copy of a step built on the host, whose arrays go to the backend's device when they are first read."""
     host = HostArrays(
-        **{name: np.array(getattr(step.host, name)) for name in ARRAYS - DERIVED if hasattr(step.host, name)}
+        **{name: np.array(array) for name in ARRAYS - DERIVED if (array := getattr(step.host, name, None)) is not None}
     )
     values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
     return CommonAttentionMetadata(host, backend.from_host, **values)

@@ -23,24 +23,33 @@ _FEATURES = {
     "4": {*_COMMON, "sinks"},
 }
 _NO_SLOPES = "the kernel takes no slopes; fa2 does"
+_NO_MASK = "it takes no mask"
 _UNSUPPORTED = {
     "2": {
         "sinks": "the kernel has no place for them; fa4 has",
         "kv_scales": "flash-attn 2 reads caches of the query's dtype alone, float16 or bfloat16, and has no fp8",
-        "tree_mask": "it takes no mask",
+        "tree_mask": _NO_MASK,
+        "bidirectional_spans": _NO_MASK,
     },
     "3": {
         "alibi": _NO_SLOPES,
         "alibi_standard": _NO_SLOPES,
         "sinks": "the package's kernels have no place for them; vLLM's build of them has, and fa4",
-        "tree_mask": "it takes no mask",
+        "tree_mask": _NO_MASK,
+        "bidirectional_spans": _NO_MASK,
     },
-    "3_vllm": {"alibi": _NO_SLOPES, "alibi_standard": _NO_SLOPES, "tree_mask": "it takes no mask"},
+    "3_vllm": {
+        "alibi": _NO_SLOPES,
+        "alibi_standard": _NO_SLOPES,
+        "tree_mask": _NO_MASK,
+        "bidirectional_spans": _NO_MASK,
+    },
     "4": {
         "alibi": _NO_SLOPES,
         "alibi_standard": _NO_SLOPES,
         "kv_scales": "the kernel reads fp8 keys with fp8 queries only, and not on sm_90",
-        "tree_mask": "it takes no mask",
+        "tree_mask": _NO_MASK,
+        "bidirectional_spans": _NO_MASK,
     },
 }
 _DEVICES = {"cuda:sm_80+": 55, "cuda:sm_90": 60, "cuda:sm_100+": 60}

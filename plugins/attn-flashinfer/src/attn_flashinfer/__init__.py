@@ -11,6 +11,8 @@ from attncore import BackendSpec, MultipleOf, Option, Variant, hookimpl
 if TYPE_CHECKING:
     from attncore import Host
 
+NO_SPANS = "the plugin gives its kernels masks of draft trees alone"
+
 REQUIRES = ("torch>=2.6", "apache-tvm-ffi>=0.1.11", "flashinfer-python>=0.7.2,<0.8")
 
 OPTIONS = {
@@ -69,6 +71,7 @@ def attncore_backend() -> BackendSpec:
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
+            "bidirectional_spans": NO_SPANS,
         },
         cuda_graph="uniform",
         host_needs={
@@ -122,6 +125,7 @@ def _xqa_facts() -> dict[str, Any]:
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
+            "bidirectional_spans": NO_SPANS,
         },
         "finite_tail": True,  # XQA reads the rows of a last page that hold no token, and multiplies them by 0
     }  # fmt: skip
@@ -150,6 +154,7 @@ def _latent_facts() -> dict[str, Any]:
             "encoder": "it plans attention over the paged cache only",
             "encoder_decoder": "it plans causal attention only",
             "tree_mask": "its kernels of latent attention take no mask",
+            "bidirectional_spans": "its kernels of latent attention take no mask",
         },
         "host_needs": {
             "query_start_loc", "seq_lens", "paged_kv_indptr", "paged_kv_last_page_len",

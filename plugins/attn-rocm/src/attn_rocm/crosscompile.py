@@ -49,7 +49,7 @@ class Attention:
     causal: bool = True
     fp8: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
-    """Of WINDOW, SOFT_CAP, ALIBI, SINKS, LSE, TREE."""
+    """Of WINDOW, SOFT_CAP, ALIBI, SINKS, LSE, TREE, SPANS."""
 
 
 EVERYTHING = frozenset(("WINDOW", "SOFT_CAP", "ALIBI", "SINKS", "LSE"))
@@ -74,6 +74,7 @@ VARIANTS = (
     Attention("decode fp32, head size 256", decode=True, dtype="fp32", size=256),
     Attention("any step bf16"),
     Attention("any step fp16, head size 80, every feature", dtype="fp16", size=80, features=EVERYTHING),
+    Attention("any step bf16, spans, window", features=frozenset(("WINDOW", "SPANS"))),
     Attention("prompts of the list builder bf16", raw=True),
     Attention("encoder bf16", raw=True, table=False, causal=False),
     Attention("any step fp16, head size 256", dtype="fp16", size=256),
@@ -159,6 +160,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "k_scale_ptr": None,
         "v_scale_ptr": None,
         "tree_ptr": "*i64" if "TREE" in variant.features else None,
+        "span_ptr": "*i32" if "SPANS" in variant.features else None,
         **dict.fromkeys(("scale", "raw_scale", "v_scale", "cap"), "fp32"),
     }
     constants: dict[str, Any] = {
@@ -167,7 +169,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "TABLE": variant.table, "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
         "K_SCALES": 0, "V_SCALES": 0,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
-        **{name: name in variant.features for name in (*EVERYTHING, "TREE")},
+        **{name: name in variant.features for name in (*EVERYTHING, "TREE", "SPANS")},
     }  # fmt: skip
     return _source(unified_attention, signature, constants), {"num_warps": tile.warps, "num_stages": tile.stages}
 

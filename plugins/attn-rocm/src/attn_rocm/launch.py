@@ -39,7 +39,8 @@ class Keys:
     ``table`` int32 (sequences, width) or None, ``lengths`` int32 (sequences,): keys of each. Of the first ``raw_rows``
     sequences the last keys are those of this step, ``key`` and ``value`` (tokens, kv heads, size) from ``raw_starts``
     int32 (sequences + 1,); where there is no table these are all. ``tree_mask`` int64 (tokens,) or None: which of its
-    sequence's tokens in this step each token sees, of a layer that is causal.
+    sequence's tokens in this step each token sees; ``span_ends`` int32 (tokens,) or None: the key behind those of this
+    step that see each other with it. Both of a layer that is causal.
     """
 
     lengths: Tensor
@@ -52,6 +53,7 @@ class Keys:
     raw_starts: Tensor | None = None
     raw_rows: int = 0
     tree_mask: Tensor | None = None
+    span_ends: Tensor | None = None
 
 
 class Launcher:
@@ -138,6 +140,7 @@ class Launcher:
         pointers = (
             query, key_cache, value_cache, keys.key, keys.value, out, lse, table, keys.lengths, starts,
             keys.raw_starts, scoring.slopes, scoring.sinks, k_tensor, v_tensor, keys.tree_mask,
+            keys.span_ends,
         )  # fmt: skip
         numbers = (
             scale * k_number, scale, v_number, cap, num_seqs, len(query), keys.raw_rows,
@@ -152,6 +155,7 @@ class Launcher:
             WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
             ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
             K_SCALES=k_scales, V_SCALES=v_scales, TREE=keys.tree_mask is not None,
+            SPANS=keys.span_ends is not None,
             INTERPRET=self.interpreted, TAKEN=heads, SLICE=tile.slice, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

@@ -19,7 +19,8 @@ ON_NVIDIA = 30
 """Behind flash and flashinfer, which have 50 and more: their kernels are made for these GPUs."""
 FEATURES = frozenset((
     "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
-    "encoder", "encoder_decoder", "multi_token_decode", "tree_mask", "strided_kv_cache", "lse",
+    "encoder", "encoder_decoder", "multi_token_decode", "tree_mask", "bidirectional_spans", "strided_kv_cache",
+    "lse",
 ))  # fmt: skip
 """Of the plugin's own kernels."""
 TURING = "sm_75: Triton compiles for it, without tensor cores, and no longer says that it supports it"
@@ -61,7 +62,7 @@ def make_spec() -> BackendSpec:
         features=FEATURES,
         device_needs={
             "slot_mapping", "block_table", "query_start_loc", "seq_lens", "cross_slot_mapping", "cross_block_table",
-            "encoder_seq_lens", "encoder_query_start_loc", "tree_mask",
+            "encoder_seq_lens", "encoder_query_start_loc", "tree_mask", "span_ends",
         },
         cuda_graph="always",
         compiles_at_run_time=True,
@@ -100,6 +101,7 @@ def _aiter() -> Variant:
             "lse": "aiter's unified_attention returns the output only",
             "kv_scales": "its reading of an fp8 cache could not be verified",
             "tree_mask": "the plugin hands no mask to aiter",
+            "bidirectional_spans": "the plugin hands no mask to aiter",
         },
         finite_tail=True,  # where a tile is a block, rows of a last block are read whole and multiplied by 0
         finite_passed_blocks=True,  # a tile may begin before the window
@@ -128,6 +130,7 @@ def _aiter_paged() -> Variant:
             "kv_scales": "its reading of an fp8 cache could not be verified",
             "multi_token_decode": "aiter's paged kernel is given one query a request",
             "tree_mask": "the plugin hands no mask to aiter",
+            "bidirectional_spans": "the plugin hands no mask to aiter",
         },
         max_group_size=16,
         max_model_len=32768,
@@ -154,6 +157,7 @@ def _ck() -> Variant:
             "lse": "the Triton kernels do that alone",
             "kv_scales": "the Triton kernels do that alone",
             "tree_mask": "flash-attn takes no mask",
+            "bidirectional_spans": "flash-attn takes no mask",
         },
         host_needs={"context_lens"},
         host_lengths="bounded",  # whether a prompt has a context, which a bound says too
@@ -200,6 +204,7 @@ def _sdpa(developing: str | None) -> Variant:
             "encoder": "the Triton kernels do that",
             "encoder_decoder": "the Triton kernels do that",
             "tree_mask": "the plugin takes no mask",
+            "bidirectional_spans": "the plugin takes no mask",
         },
         cuda_graph="never",
         host_needs={"query_start_loc", "seq_lens", "slot_mapping"},

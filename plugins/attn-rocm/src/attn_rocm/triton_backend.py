@@ -121,8 +121,10 @@ class TritonImpl(RocmImpl):
         caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
-        if metadata.max_query_len > 1 and (masks := _tree_mask(metadata)) is not None:
-            return Keys(lengths, longest, *caches, table, tree_mask=masks)
+        if metadata.max_query_len > 1:
+            masks, span_ends = _optional(metadata, "tree_mask"), _optional(metadata, "span_ends")
+            if masks is not None or span_ends is not None:
+                return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
             _check_given(key, value)
             return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
@@ -143,13 +145,13 @@ class TritonImpl(RocmImpl):
         return Keys(lengths, longest, *caches, table)
 
 
-def _tree_mask(metadata: AttentionMetadata) -> Tensor | None:
-    """The masks of draft trees, asked for once a step: where there are none, asking costs as much as a launch."""
+def _optional(metadata: AttentionMetadata, name: str) -> Tensor | None:
+    """A field that steps may lack, asked for once a step: where there is none, asking costs as much as a launch."""
     kept = metadata.kept
-    if "tree_mask" not in kept:
-        kept["tree_mask"] = getattr(metadata, "tree_mask", None)
-    masks: Tensor | None = kept["tree_mask"]
-    return masks
+    if name not in kept:
+        kept[name] = getattr(metadata, name, None)
+    found: Tensor | None = kept[name]
+    return found
 
 
 def _check_given(key: Any, value: Any) -> None:

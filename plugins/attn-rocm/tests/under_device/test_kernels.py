@@ -21,7 +21,8 @@ class Case:
     """Sequences of (keys, queries) in a shuffled cache whose unused slots are NaN."""
 
     def __init__(
-        self, rows, *, group=2, size=16, dtype=torch.float32, cache_dtype=None, seed=0, page=PAGE, extra=0, trees=None
+        self, rows, *, group=2, size=16, dtype=torch.float32, cache_dtype=None, seed=0, page=PAGE, extra=0, trees=None,
+        spans=None,
     ):  # fmt: skip
         random = torch.Generator().manual_seed(seed)
         self.rows, self.group, self.size, self.dtype = rows, group, size, dtype
@@ -59,6 +60,12 @@ class Case:
                 bits = sum(1 << one for one in path)
                 masks[starts[row] + token] = bits - (1 << 64) * (bits >> 63)
         self.tree_mask = None if trees is None else masks
+        self.spans = spans or {}  # of a row: pairs of positions among its keys, of this step's tokens
+        ends = torch.zeros(tokens + extra, dtype=torch.int32)
+        for row, (keys, queries) in enumerate(rows):
+            for first, stop in self.spans.get(row, []):
+                ends[starts[row] + first - keys + queries : starts[row] + stop - keys + queries] = stop
+        self.span_ends = None if spans is None else ends
 
     def run(self, scoring, *, tile=SMALL, splits=None, raw_rows=0, decode=False, cache=True, monkeypatch=None):
         """Output and log-sum-exp on the host, from outputs that were poisoned."""
@@ -77,6 +84,8 @@ class Case:
             keys = dataclasses.replace(keys, key_cache=on["cache"][0], value_cache=on["cache"][1], table=on["table"])
         if self.tree_mask is not None:
             keys = dataclasses.replace(keys, tree_mask=self.tree_mask.to(DEVICE))
+        if self.span_ends is not None:
+            keys = dataclasses.replace(keys, span_ends=self.span_ends.to(DEVICE))
         if raw_rows:
             for part in fresh:  # of the other rows they must not be read
                 part[int(self.starts[raw_rows]) :] = math.nan
@@ -114,7 +123,7 @@ class Case:
                     outputs.append(output)
                     lses.append(lse)
                 continue
-            output, lse = dense_attention(tokens, key, value, **features)
+            output, lse = dense_attention(tokens, key, value, spans=self.spans.get(row, ()), **features)
             outputs.append(output)
             lses.append(lse)
         return torch.cat(outputs), torch.cat(lses)
@@ -179,6 +188,39 @@ def test_draft_trees(layer):
 def test_draft_trees_over_split_keys(layer, monkeypatch):
     rows, trees = [(37, 1), (90, 6), (64, 8)], {1: [-1, 0, -1, 1, 3], 2: [-1, -1, 0, 1, 2, 3, 4]}
     Case(rows, trees=trees).check(scoring(**LAYERS[layer]), splits=4, monkeypatch=monkeypatch)
+
+
+SPAN_ROWS = [(37, 1), (60, 60), (70, 40), (9, 9), (50, 20), (33, 33)]
+SPANS = {1: [(0, 20), (20, 21), (24, 57)], 2: [(31, 69)], 3: [(2, 9)], 4: [(30, 34), (35, 49)]}
+"""Beside a decode and a prompt without: over several tiles, behind a context, at both ends."""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_spans(layer):
+    """Tokens of a span see each other, also behind a window of which its first ones have passed."""
+    Case(SPAN_ROWS, spans=SPANS, extra=3).check(scoring(**LAYERS[layer]))
+
+
+@pytest.mark.parametrize("layer", ["plain", "window", "all"])
+def test_spans_of_step_keys_as_they_came(layer):
+    Case([(60, 60), (33, 33)], spans={0: SPANS[1]}).check(scoring(**LAYERS[layer]), cache=False, raw_rows=2)
+
+
+@pytest.mark.parametrize("layer", ["plain", "window", "all"])
+def test_spans_over_split_keys(layer, monkeypatch):
+    """In few queries of a sequence, whose keys several programs take."""
+    rows, spans = [(37, 1), (90, 8), (64, 6)], {1: [(83, 90)], 2: [(58, 60), (60, 64)]}
+    Case(rows, spans=spans).check(scoring(**LAYERS[layer]), splits=4, monkeypatch=monkeypatch)
+
+
+def test_spans_beside_draft_trees():
+    rows, trees = [(37, 1), (34, 9), (60, 60)], {1: [-1, -1, 0, 1, 1, 3, 0, 6]}
+    for layer in ("plain", "all"):
+        Case(rows, trees=trees, spans={2: SPANS[1]}).check(scoring(**LAYERS[layer]))
+
+
+def test_a_step_without_spans_in_a_captured_size_for_them():
+    Case(SPAN_ROWS, spans={}).check(scoring(window=18))
 
 
 def test_roots_alone_are_decodes():

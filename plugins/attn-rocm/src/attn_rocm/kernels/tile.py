@@ -40,8 +40,9 @@ def bits_set(word):
 @triton.jit
 def attend_tile(
     peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window, tree, context,
+    span, key_span,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SLICE: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax, in powers of two, over keys (D, N) and values (N, D) at positions ``key_at``.
 
@@ -53,6 +54,9 @@ def attend_tile(
 
     With ``TREE``, ``tree`` (M,) are the rows' masks, uint64: 0, or a bit for each token of the sequence in this step,
     from key ``context`` on, that the row sees. A row with a mask is as far from a key as there are tokens on the path.
+
+    With ``SPANS``, ``span`` (M,) says of each row which span it is in, ``key_span`` (N,) of each key; 0: in none. A row
+    sees the keys of its span, whatever else hides them.
     """
     if SLICE:
         queries = query.reshape(query.shape[0], query.shape[1] // SLICE, SLICE).permute(1, 0, 2)
@@ -72,8 +76,9 @@ def attend_tile(
             by_depth = tl.where(drafted[None, :], bits_set(above) - 1, (context + depth)[:, None] - key_at[None, :])
             distance = tl.where((tree == 0)[:, None], distance, by_depth)
     if ALIBI:
-        score -= slope[:, None] * (distance if CAUSAL else tl.abs(distance)).to(tl.float32)
-    visible = key_at[None, :] < end
+        score -= slope[:, None] * (distance if CAUSAL and not SPANS else tl.abs(distance)).to(tl.float32)
+    is_key = key_at[None, :] < end
+    visible = is_key
     if TREE:
         visible = visible & seen & (query_at[:, None] >= key_at[None, :])
     elif CAUSAL:
@@ -82,6 +87,8 @@ def attend_tile(
         visible = visible & (distance < window)
         if not CAUSAL:
             visible = visible & (distance > -window)
+    if SPANS:
+        visible = visible | (is_key & (span[:, None] == key_span[None, :]) & (key_span > 0)[None, :])
     score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     # A row that has seen nothing yet has no peak: -inf less -inf is no number.

@@ -13,13 +13,14 @@ from attn_rocm.kernels.tile import attend_tile, stored
 #: Numbers that change from step to step: a kernel must not be compiled again because one of them is 1, or even.
 STEP_NUMBERS = ["num_seqs", "num_tokens", "raw_rows", "window", "table_stride"]
 #: Addresses within arenas and fused tensors: nor because one of them is aligned in another way.
-STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr", "tree_ptr"]
+STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr", "tree_ptr", "span_ptr"]
 
 
 @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
 def unified_attention(
     query_ptr, key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
     table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, tree_ptr,
+    span_ptr,
     scale, raw_scale, v_scale, cap,
     num_seqs, num_tokens, raw_rows, window, table_stride,
     query_token, query_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
@@ -28,7 +29,7 @@ def unified_attention(
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TREE: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
     INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
@@ -42,6 +43,8 @@ def unified_attention(
     (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the
     cache holds is times 0, a number that ``scale`` and ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's.
     ``TREE``: tokens have masks at ``tree_ptr``, int64, by which they see some of their sequence's tokens alone.
+    ``SPANS``: at ``span_ptr``, int32, is the key behind the span of each token, or 0; tokens that have the same see
+    each other. Of a layer that is causal.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
@@ -85,11 +88,24 @@ def unified_attention(
     if CAUSAL:
         end = tl.minimum(length, position + BLOCK)
     context = length - count  # keys of earlier steps
+    span = tl.zeros([ROWS], tl.int32)
+    if SPANS:
+        query_of_row = first + tl.arange(0, ROWS) // TAKEN
+        in_block = (tl.arange(0, ROWS) < BLOCK * TAKEN) & (query_of_row < count) & is_seq
+        span = tl.load(span_ptr + start + query_of_row, mask=in_block, other=0)
+        end = tl.minimum(length, tl.maximum(end, tl.max(span, 0)))
     if WINDOW:
         low = tl.maximum(0, position - window + 1)
         if TREE:  # a tree's tokens stand by depth: its root's window begins first
             in_tree = tl.load(tree_ptr + start + first, mask=is_seq, other=0) != 0
             low = tl.where(in_tree, tl.maximum(0, context - window + 1), low)
+        if SPANS:  # only the span of the first query may begin before the window of the block
+            own = tl.load(span_ptr + start + first, mask=is_seq, other=0)
+            # In steps of a tile, so that few loads wait for each other: what is read too much is masked.
+            before = tl.load(span_ptr + start - context + low - 1, mask=is_seq & (low > context), other=0)
+            while (own > 0) & (before == own):
+                low = tl.maximum(context, low - N)
+                before = tl.load(span_ptr + start - context + low - 1, mask=is_seq & (low > context), other=0)
         if not CAUSAL:
             end = tl.minimum(length, position + BLOCK + window - 1)
     if SPLITS > 1:
@@ -138,6 +154,7 @@ def unified_attention(
     acc = tl.zeros([ROWS, D], tl.float32)
 
     n = tl.arange(0, N)
+    span_at = start - context  # where the end of key 0 would be, were it of this step
     if K_SCALES > 0:  # read here and not on the host: a captured graph sees what is there when it is replayed
         scale = raw_scale * tl.load(k_scale_ptr + kv_head * (K_SCALES - 1))
     if V_SCALES > 0:
@@ -152,16 +169,18 @@ def unified_attention(
             while tile < stop:
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
-                    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
+                    scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block,
+                    vc_slot, d, is_d, PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
+                    SPANS,
                 )  # fmt: skip
                 tile += N
         else:
             for tile in tl.range(low, stop, N):
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
-                    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
+                    scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block,
+                    vc_slot, d, is_d, PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
+                    SPANS,
                 )  # fmt: skip
         if FP8 != "":
             acc = acc * v_scale
@@ -181,10 +200,13 @@ def unified_attention(
                 mask=is_key[:, None] & is_d[None, :],
                 other=0.0,
             )
+            key_span = tl.zeros([N], tl.int32)
+            if SPANS:
+                key_span = tl.load(span_ptr + span_at + key_at, mask=is_key & (key_at >= context), other=0)
             peak, total, acc = attend_tile(
                 peak, total, acc, query, stored(key, "", INTERPRET, query), stored(value, "", INTERPRET, query),
-                query_at, key_at, end, raw_scale, cap, slope, window, tree, context, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
-                SLICE, TREE,
+                query_at, key_at, end, raw_scale, cap, slope, window, tree, context, span, key_span, CAUSAL, WINDOW,
+                SOFT_CAP, ALIBI, SLICE, TREE, SPANS,
             )  # fmt: skip
             tile += N
 
@@ -205,10 +227,10 @@ def unified_attention(
 @triton.jit
 def _cached_tile(
     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, key_at, stop,
-    scale, cap, slope, window, tree, context, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+    scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
     PAGE: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr, SLICE: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
     is_key = key_at < stop
@@ -223,7 +245,11 @@ def _cached_tile(
     else:
         key = tl.load(keys, mask=is_key[None, :] & is_d[:, None], other=zero)
         value = tl.load(values, mask=is_key[:, None] & is_d[None, :], other=zero)
+    key_span = tl.zeros_like(key_at)
+    if SPANS:
+        key_span = tl.load(span_ptr + span_at + key_at, mask=is_key & (key_at >= context), other=0)
     return attend_tile(
         peak, total, acc, query, stored(key, FP8, INTERPRET, query), stored(value, FP8, INTERPRET, query),
-        query_at, key_at, stop, scale, cap, slope, window, tree, context, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE, TREE,
+        query_at, key_at, stop, scale, cap, slope, window, tree, context, span, key_span, CAUSAL, WINDOW, SOFT_CAP,
+        ALIBI, SLICE, TREE, SPANS,
     )  # fmt: skip
