@@ -126,9 +126,8 @@ class Timed(example.Engine):
         return super()._forward(metadata)
 
     def _launch(self, run):
-        finished = super()._launch(run)
+        super()._launch(run)
         self.num_steps += run.num_steps
-        return finished
 
     def _admit(self, request):
         admitted = super()._admit(request)

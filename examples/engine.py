@@ -50,6 +50,7 @@ class Engine(TakesPrompts, Worker):
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
         self.runs: deque[Run] = deque()  # launched, and not read yet
         self.grown: dict[int, list[int]] = {}  # blocks of running requests that the batch is not given yet
+        self.done: list[Request] = []  # what step returns next, also where one before it was interrupted
         self.suspects: dict[Request, int] = {}  # of a step that failed: run alone until so many tokens are computed
         self.preemptions, self._ids = 0, itertools.count()
 
@@ -75,33 +76,35 @@ class Engine(TakesPrompts, Worker):
 
     def step(self) -> list[Request]:
         """Schedules and launches what runs next, and books what was launched before it; without graphs, the same."""
-        finished, scheduled = [], self._schedule()
+        scheduled = self._schedule()
         if scheduled is None:
-            finished, scheduled = self._read(), self._schedule()
+            self._read()
+            scheduled = self._schedule()
         if scheduled:
-            finished += self._tried(self._launch, Run(scheduled))
+            self._tried(self._launch, Run(scheduled))
         overlaps = scheduled and self.graphs and self.ahead and not self.suspects
-        return finished + self._read(1 if overlaps else 0)
+        self._read(1 if overlaps else 0)
+        done, self.done = self.done, []
+        return done
 
-    def _read(self, left: int = 0) -> list[Request]:
+    def _read(self, left: int = 0) -> None:
         """Books all but the last ``left`` runs."""
-        finished: list[Request] = []
         while len(self.runs) > left:
-            finished += self._tried(self._book, self.runs[0])
-        return finished
+            self._tried(self._book, self.runs[0])
 
-    def _tried(self, part: Callable[[Run], list[Request]], run: Run) -> list[Request]:
+    def _tried(self, part: Callable[[Run], None], run: Run) -> None:
         """Where a part of a step fails, the batch counts tokens that were not computed: everybody begins again."""
         try:
-            return part(run)
+            part(run)
         except BaseException as error:
             self._take_back()
-            finished = self._read() if isinstance(error, Exception) and run not in self.runs else []
-            failed = {request: end for request, end in run.ends.items() if request.id in self.running}
+            if isinstance(error, Exception) and run not in self.runs:
+                self._read()
+            failed = {one: end for one, end in run.ends.items() if one.id in self.running and not one.finished}
             self._begin_again()
             if not isinstance(error, Exception):
                 raise
-            return finished + self._suspect(failed, error, alone=len(run.ends) == 1)
+            self._suspect(failed, error, alone=len(run.ends) == 1)
 
     def _take_back(self) -> None:
         """What was built and not replayed is no step."""
@@ -116,7 +119,7 @@ class Engine(TakesPrompts, Worker):
             self._leave(request, again=True)
         self.runs.clear()
 
-    def _launch(self, run: Run) -> list[Request]:
+    def _launch(self, run: Run) -> None:
         has_images = any(one.launched <= start < run.ends[one] for one in run.counts for start, _ in one.spans)
         size = None if has_images else self._size_of(len(run.counts), sum(run.counts.values()))
         counts = {name: run.counts.get(request, 0) for name, request in self.running.items()}
@@ -126,7 +129,6 @@ class Engine(TakesPrompts, Worker):
         self._run_steps(others, size, num_steps)
         self.runs.append(run)
         run.launched(num_steps, self.sampled.fetch())
-        return []
 
     def _num_steps(self, run: Run) -> int:
         """How many steps of one token each can run without the host, and the blocks for them."""
@@ -139,16 +141,16 @@ class Engine(TakesPrompts, Worker):
             self._grow(request, num_steps)
         return num_steps
 
-    def _suspect(self, failed: dict[Request, int], error: Exception, alone: bool) -> list[Request]:
-        """Has the requests of a failed step run alone; one that did is dropped, and returned."""
+    def _suspect(self, failed: dict[Request, int], error: Exception, alone: bool) -> None:
+        """Has the requests of a failed step run alone; one that did is dropped."""
         self.suspects |= failed
         if not alone:
             logging.getLogger(__name__).warning("%d requests failed; each runs alone now", len(failed), exc_info=error)
-            return []
+            return
         for request in failed:
             request.error = error
             self.cancel(request)
-        return [*failed]
+            self.done.append(request)
 
     def _schedule_alone(self, request: Request) -> dict[Request, int]:
         """A step of one request. Blocks that it lacks are those of requests that run, which wait for it anyway."""
@@ -232,12 +234,14 @@ class Engine(TakesPrompts, Worker):
         self.pool.give_back(self._remove(request.id))
         self.sampled.free.append(request.place)
         request.blocks, request.computed, request.launched = [], 0, 0
-        if again:
+        if request.finished:
+            self.done.append(request)
+        elif again:
             self.waiting.appendleft(request)
 
-    def _book(self, run: Run) -> list[Request]:
+    def _book(self, run: Run) -> None:
         """Appends what a run has sampled, counts its tokens as computed, and publishes blocks that they filled."""
-        finished, sampled = [], run.tokens.tolist() if run.counts else []
+        sampled = run.tokens.tolist() if run.counts else []
         for request, count in list(run.counts.items()):
             first = request.computed // self.block_size
             for more in (count, *[1] * (run.num_steps - 1)):
@@ -252,9 +256,7 @@ class Engine(TakesPrompts, Worker):
                 self.suspects.pop(request, None)
             if request.finished:
                 self._leave(request)
-                finished.append(request)
         self.runs.popleft()
-        return finished
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ class FirstRank(Engine):
         self.messages.send(self.calls)
         self.calls = []
 
-    def _tried(self, part: Callable[[Run], list[Any]], run: Run) -> list[Any]:
+    def _tried(self, part: Callable[[Run], None], run: Run) -> None:
         with ending(self.messages.rank, "the step failed"):
-            return part(run)
+            part(run)
 
     def close(self) -> None:
         self._send("close")

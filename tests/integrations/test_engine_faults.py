@@ -130,6 +130,33 @@ def test_a_request_whose_step_fails_alone_is_dropped_and_the_others_finish(engin
     assert is_empty(engine)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no place"), KeyboardInterrupt()])
+def test_what_finished_before_its_step_failed_is_returned(engine, monkeypatch, error):
+    """Two finish in one step, whose booking fails at the second of them."""
+    asked = prompts(4, 20, seed=4)
+    requests = [engine.add_request(prompt, count) for prompt, count in zip(asked, (4, 4, 9, 9), strict=True)]
+    leave, left = engine._leave, []
+
+    def leaving(request, again=False):
+        left.append(request)
+        if len(left) == 2:
+            raise error
+        leave(request, again)
+
+    monkeypatch.setattr(engine, "_leave", leaving)
+    finished = []
+    for _ in range(500):
+        try:
+            finished += engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert sorted(request.id for request in finished) == [request.id for request in requests]
+    assert [request.output for request in requests] == [
+        greedy(engine.model, prompt, count) for prompt, count in zip(asked, (4, 4, 9, 9), strict=True)
+    ]
+    assert is_empty(engine)
+
+
 def test_a_request_that_fails_late_is_dropped_too(engine, monkeypatch):
     asked = prompts(4, 20, seed=3)
     requests = [engine.add_request(prompt, 9) for prompt in asked]
