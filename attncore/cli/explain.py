@@ -201,7 +201,7 @@ def _fields_of_config(args: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"--config: {error}") from None
     try:
-        return request_fields(config, tensor_parallel=args.tensor_parallel)
+        return request_fields(config, tensor_parallel=args.tensor_parallel, head_size=args.head_size)
     except ValueError as error:
         if not str(error).startswith("config: "):
             raise

@@ -53,15 +53,22 @@ _READ = (
 """The entries whose spelling is checked: names of the same thing together."""
 _MOST_ENTRIES = 1000
 """Entries of a configuration whose spelling is checked; published ones have some hundreds at most."""
+_INDEX = "an index chooses the keys that a token attends to (sparse attention)"
+_LEARNT_BIAS = "scores have a learnt bias for the distance of two tokens"
 _UNKNOWN_KINDS = {
-    "index_topk": "an index chooses the keys that a token attends to (sparse attention)",
-    "relative_attention_num_buckets": "scores have a learnt bias for the distance of two tokens",
+    "index_topk": _INDEX,
+    "index_topk_blocks": _INDEX,  # MiniMax M3, as transformers writes it
+    "sparse_attention_config": _INDEX,  # the same, as published
+    "relative_attention_num_buckets": _LEARNT_BIAS,
+    "position_bias_num_buckets": _LEARNT_BIAS,  # CPM-Ant
+    "rel_extent": _LEARNT_BIAS,  # Inkling
 }
 """Entries of models whose attention is of another kind -> which."""
 _LEARNT = "scores have a learnt part of the distance of two tokens"
 _UNKNOWN_VALUES = (
     ("attention_type", "block_sparse", "blocks of keys are left out"),  # BigBird
     ("relative_attention", True, _LEARNT),  # DeBERTa
+    ("has_relative_attention_bias", True, _LEARNT),  # LayoutLM
 )
 """Entries with a value of which the same is true."""
 _UNKNOWN_MODELS = {
@@ -71,11 +78,14 @@ _UNKNOWN_MODELS = {
     "longformer": "tokens see a window, and a few of them all",
     "mra": "scores are approximated",
     "nystromformer": "scores are approximated",
+    "pegasus_x": "tokens of the encoder see a block of others, and a few tokens see them all",
     "reformer": "hashes choose the keys that a token attends to",
     "xlnet": _LEARNT,
     "yoso": "scores are approximated",
 }
 """The same of models that no entry tells."""
+_OTHER_HEAD_SIZES = ("global_head_dim", "swa_head_dim")
+"""The size of a head in some of the layers: of full attention (Gemma 4), of a window (MiMo)."""
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Of the models that say a next token. What Mamba 2 calls num_heads are no heads of attention."""
 
@@ -89,9 +99,14 @@ def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
     return request_fields(config, tensor_parallel=tensor_parallel)
 
 
-def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> dict[str, Any]:
+def request_fields(
+    config: Mapping[str, Any], *, tensor_parallel: int = 1, head_size: int | None = None
+) -> dict[str, Any]:
     """The fields of a request for one of ``tensor_parallel`` ranks; ValueError that names the missing,
     misspelt or odd entry.
+
+    A model whose layers have heads of several sizes is refused unless ``head_size``, what the caller asks for in place
+    of the model's, says which layers are meant: a backend that has one of the sizes may have no other.
 
     A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
     ranks, and repeated where there are fewer of them than ranks; one of both numbers divides the other.
@@ -130,6 +145,8 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         fields.update(use_mla=True, num_kv_heads=1, head_size=latent + rope, head_size_v=latent)
     elif (of_values := _optional(config, "v_head_dim")) != fields["head_size"]:
         fields["head_size_v"] = of_values
+    if not latent and head_size is None:
+        _check_head_sizes(config, fields["head_size"])
     if _is_encoder(config):
         fields["features"] = ("encoder",)
     if config.get("is_encoder_decoder"):
@@ -141,12 +158,16 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     """ValueError for a model whose attention no backend has, whatever is asked of it."""
     kind = config.get("model_type")
     for name, value, why in (
-        *((name, None, why) for name, why in _UNKNOWN_KINDS.items() if _optional(config, name) is not None),
+        *((name, None, why) for name, why in _UNKNOWN_KINDS.items() if _is_stated(config, name)),
         *((name, value, why) for name, value, why in _UNKNOWN_VALUES if config.get(name) == value),
         *(("model_type", kind, why) for one, why in _UNKNOWN_MODELS.items() if one == kind),
     ):
         said = name if value in (None, True) else f"{name}: {value}"
         raise ValueError(f"config: {said}: {why}; no backend of attncore has that")
+
+
+def _is_stated(config: Mapping[str, Any], name: str) -> bool:
+    return isinstance(config.get(name), Mapping) or _optional(config, name) is not None
 
 
 def without_attention(config: Mapping[str, Any]) -> str:
@@ -235,6 +256,21 @@ def _head_size(config: Mapping[str, Any], heads: int) -> int:
             f"config: hidden_size {quoted(size)} is no multiple of the number of heads, {quoted(heads)}; state head_dim"
         )
     return size // heads
+
+
+def _check_head_sizes(config: Mapping[str, Any], usual: int) -> None:
+    """ValueError where some layers have heads of another size than ``usual``."""
+    found = {name: _optional(config, name) for name in _OTHER_HEAD_SIZES}
+    layers = config.get("per_layer_config")
+    for number, layer in layers.items() if isinstance(layers, Mapping) else ():
+        if isinstance(layer, Mapping):  # as transformers writes it: what one layer has in place of the model's
+            found[f"per_layer_config.{one_line(number, MOST)}.head_dim"] = _optional(layer, "head_dim")
+    for name, size in found.items():
+        if size not in (None, usual):
+            raise ValueError(
+                f"config: {name}: {quoted(size)}, but heads of other layers have a size of {quoted(usual)}, and a "
+                "backend may have one of them alone; ask for each, by the head size (--head-size)"
+            )
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:

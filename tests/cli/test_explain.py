@@ -97,6 +97,15 @@ def test_latent_attention_has_one_head(plugins, capsys):
     assert "--num-kv-heads: 2 found; a latent cache" in err
 
 
+def test_heads_of_several_sizes_are_asked_for_one_by_one(plugins, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "head_dim": 256, "global_head_dim": 512}))
+    code, _, err = ask(capsys, "--assume", "sm_90", "--config", str(path))
+    assert (code, "global_head_dim: 512, but heads of other layers" in err) == (2, True)
+    code, out, _ = ask(capsys, "--assume", "sm_90", "--config", str(path), "--head-size", "512", "--json")
+    assert (code, json.loads(out)["request"]["head_size"]) == (0, 512)
+
+
 def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))

@@ -118,7 +118,7 @@ _FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 204
         ({**_EMBEDDING_GEMMA, "use_bidirectional_attention": "all"}, "sliding_window", 257),
         ({**_EMBEDDING_GEMMA, "use_bidirectional_attention": "vision"}, "features", None),
         ({**_EMBEDDING_GEMMA, "model_type": "gemma2"}, "features", None),
-        ({**LLAMA, "model_type": "inkling_text", "sliding_window_size": 512}, "sliding_window", 512),
+        ({**LLAMA, "model_type": "other", "sliding_window_size": 512}, "sliding_window", 512),
         (_RECURRENT_GEMMA, "sliding_window", 2048),
     ],
 )
@@ -134,6 +134,12 @@ def test_what_models_say_in_words_of_their_own(config, name, value):
     [
         ({"index_topk": 2048, "kv_lora_rank": 512}, "index_topk: an index chooses the keys"),
         ({"relative_attention_num_buckets": 32}, "relative_attention_num_buckets: scores have a learnt bias"),
+        ({"position_bias_num_buckets": 512}, "position_bias_num_buckets: scores have a learnt bias"),
+        ({"rel_extent": 1024}, "rel_extent: scores have a learnt bias"),
+        ({"index_topk_blocks": 16}, "index_topk_blocks: an index chooses the keys"),
+        ({"sparse_attention_config": {"sparse_topk_blocks": 16}}, "sparse_attention_config: an index chooses"),
+        ({"has_relative_attention_bias": True}, "has_relative_attention_bias: scores have a learnt part"),
+        ({"model_type": "pegasus_x"}, "model_type: pegasus_x: tokens of the encoder see a block"),
         ({"relative_attention": True}, "relative_attention: scores have a learnt part"),
         ({"attention_type": "block_sparse"}, "attention_type: block_sparse: blocks of keys are left out"),
         ({"model_type": "longformer"}, "model_type: longformer: tokens see a window"),
@@ -145,6 +151,28 @@ def test_attention_that_no_backend_has_is_refused(entry, why):
     with pytest.raises(ValueError, match=f"^config: {why}.*; no backend of attncore has that$"):
         request_fields({**LLAMA, **entry})
     assert request_fields({**LLAMA, **dict.fromkeys(entry)}) == request_fields(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"global_head_dim": 512}, "global_head_dim"),
+        ({"swa_head_dim": 512}, "swa_head_dim"),
+        ({"per_layer_config": {"05": {"head_dim": 512}}}, "per_layer_config.05.head_dim"),
+    ],
+)
+def test_heads_of_several_sizes_are_asked_for_one_by_one(entry, name):
+    """Gemma 4: a backend for its heads of 256 cannot run its layers of full attention, whose heads are of 512."""
+    config = {**LLAMA, "head_dim": 256, **entry}
+    with pytest.raises(ValueError, match=rf"^config: {name}: 512, but heads of other layers have a size of 256, .*"):
+        request_fields(config)
+    assert request_fields(config, head_size=512)["num_heads"] == 32
+    assert request_fields({**config, "head_dim": 512})["head_size"] == 512
+
+
+@pytest.mark.parametrize("layers", [None, [], {"0": None}, {"0": {}}, {"0": {"sliding_window": 8}}])
+def test_layers_that_differ_in_nothing_else_are_one_request(layers):
+    assert request_fields({**LLAMA, "per_layer_config": layers}) == request_fields(LLAMA)
 
 
 def test_slopes_of_a_rank_are_not_the_standard_ones():
