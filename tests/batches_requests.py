@@ -110,7 +110,7 @@ class RequestRules(Model):
                 if group.sliding_window is not None and counts[name] > 0:
                     first = max(0, left + 1 - group.sliding_window)
                     index = first // group.block_size
-                    if index < len(request.blocks[group.name]) and request.blocks[group.name][index] == 0:
+                    if 0 in request.blocks[group.name][index:]:
                         problem = "past the start|which its window has passed"
         if problem:
             before = self.frozen()

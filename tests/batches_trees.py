@@ -230,7 +230,7 @@ class TreeBatches(Batches):
                 continue
             if group.sliding_window is not None:
                 first = max(0, left + 1 - group.sliding_window) // size
-                if first < len(blocks) and blocks[first] == 0:
+                if 0 in blocks[first:]:
                     return True
             for kept, draft in enumerate(path):
                 if kept != draft and 0 in (blocks[(context + 1 + kept) // size], blocks[(context + 1 + draft) // size]):

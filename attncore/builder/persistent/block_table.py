@@ -185,10 +185,12 @@ class BlockTable:
     def check_sees(self, row: int, req_id: Hashable, num_computed: int, argument: str = "num_tokens") -> None:
         """ValueError where a request rolled back to ``num_computed`` tokens would see released blocks."""
         index, per_block = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
-        if index * per_block < self.num_columns(row) and self.array[row, index * per_block] < per_block:
+        # Any of them may be null, not only the first: replace_block and add_request put null blocks where they like.
+        seen = self.array[row, index * per_block : self.num_columns(row) : per_block]
+        for extra in np.flatnonzero(seen < per_block)[:1].tolist():
             raise ValueError(
                 f"{argument}: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
-                f"{index} of group {self.group.name!r}, which its window has passed; release with num_rollback"
+                f"{index + extra} of group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

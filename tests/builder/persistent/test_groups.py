@@ -157,6 +157,16 @@ def test_a_rollback_into_a_released_block_is_refused(kernels):
     assert batch.num_computed_tokens("a") == 10
 
 
+def test_a_rollback_to_a_null_block_behind_one_that_is_held_is_refused(kernels):
+    batch = batch_of(kernels, KVCacheGroup("window", 2, sliding_window=4))
+    batch.add_request("a", {"window": [1, 2, 3, 4, 5, 6]}, 12)
+    batch.replace_block("a", 2, 0, "window")  # tokens 4 and 5, which the window has passed
+    with pytest.raises(ValueError, match=r"rolled back to 6 tokens would see block 2 of group 'window'"):
+        batch.rollback("a", 6)  # the next query sees tokens 3 to 6
+    batch.rollback("a", 3)
+    assert batch.num_computed_tokens("a") == 9
+
+
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
 
