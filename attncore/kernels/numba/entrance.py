@@ -39,7 +39,7 @@ class Entrance:
             if last is not None and last.lasts():
                 raise self.refused()
             if self.last is last:  # or a call of a signal's handler, or of another thread, came and went
-                self.last = stay  # nothing is called since the comparison, so that nobody comes between
+                self.last = stay  # nothing is called since the comparison, so that no other caller comes between
                 self.taken[0] = 1
                 return stay
 
