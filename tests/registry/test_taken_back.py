@@ -47,6 +47,37 @@ def test_a_plugin_that_drops_modules_breaks_itself_alone(site, source):
     check_listed(("good", "reference"))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import attncore\nfor name in [*vars(attncore)]:\n    if not name.startswith('__'): delattr(attncore, name)",
+        "import attncore\nattncore.BackendSpec = attncore.hookimpl = attncore.backends = attncore.Host = None",
+    ],
+    ids=["deleted", "replaced"],
+)
+def test_names_of_attncore_that_a_plugin_sets_or_deletes_are_those_of_before(site, source):
+    """What the plugin needs of them itself it imports before: what it lacks then is no reason against others."""
+    site.plugin("aaa", SPEC.format(name="aaa", module="attn_aaa", extra="") + f"\n{source}\n")
+    site.plugin("good")
+    check_listed(("good", "reference"))
+
+
+def test_names_of_attncore_are_whole_after_a_plugin_was_loaded(site):
+    before = attncore.select, attncore.BackendSpec
+    for name in ("LayersChoice", "show_versions"):
+        vars(attncore).pop(name, None)
+    plant(site, "import attncore\nattncore.select = attncore.LayersChoice = None\ndel attncore.BackendSpec\n"
+                "attncore.show_versions, attncore.others = attncore.show_versions, 5")  # fmt: skip
+    try:
+        attncore.backends()
+        assert (attncore.select, attncore.BackendSpec) == before
+        assert attncore.LayersChoice.__name__ == "LayersChoice"
+        assert "show_versions" in vars(attncore)
+        assert attncore.others == 5
+    finally:
+        vars(attncore).pop("others", None)
+
+
 REPLACES = {
     "socket": "sys.modules['socket'] = object()",
     "multiprocessing": "sys.modules['multiprocessing'] = type(sys)('multiprocessing')",

@@ -43,8 +43,9 @@ class Process:
 
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
-    the variables ``ATTNCORE_...`` and ``PYTHON...``, the functions of ``sys.settrace``, ``sys.setprofile`` and
-    ``sys.unraisablehook``, what InterpreterSettings, TorchSettings and ReplacedFunctions say, the callbacks of ``gc``,
+    the variables ``ATTNCORE_...`` and ``PYTHON...``, the names of the package attncore, the functions of
+    ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what InterpreterSettings, TorchSettings and
+    ReplacedFunctions say, the callbacks of ``gc``,
     and in the main thread the handlers of signals, those that are blocked, and timers that were not running. Finders
     that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of
     before, and only where they work. A child process that it forked ends here. All of it may be interrupted at any
@@ -56,7 +57,7 @@ class Process:
         self._functions, self._modules = ReplacedFunctions(plugin), _Modules()
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
         self._signals, self._search, self._filters = Signals(), _SearchSettings(), _WarningFilters()
-        self._collector, self._settings = _Collector(), InterpreterSettings()
+        self._names, self._collector, self._settings = _Names(), _Collector(), InterpreterSettings()
         self._torch = TorchSettings(plugin)
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
@@ -89,6 +90,7 @@ class Process:
         self._settings.restore()
         self._untrace()  # that of all threads is this one's, too
         self._modules.restore()  # what follows may import
+        self._names.restore()
         self._torch.restore()
         _restore_limits(self._limits)
         added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
@@ -184,6 +186,24 @@ class _Modules:
             if isinstance(getattr(ours.get(package), last, None), ModuleType):
                 setattr(ours[package], last, module)
         self.table.update(lost)  # last: until then a restore that is interrupted begins again
+
+
+class _Names:
+    """The names of the package attncore, which every plugin imports from it, and which one may set or delete."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = sys.modules["attncore"].__dict__
+        self._found = self._names.copy()
+
+    def restore(self) -> None:
+        """As they were found; of those that came since, a public one that attncore has otherwise is asked for anew."""
+        homes: dict[str, str] = self._found["_HOME"]
+        for name in [name for name in self._names if name not in self._found and type(name) is str and name in homes]:
+            if getattr(sys.modules.get(homes[name]), name, self) is not self._names[name]:
+                del self._names[name]
+        for name, value in self._found.items():
+            if self._names.get(name, self) is not value:
+                self._names[name] = value
 
 
 def _is_ours(name: object) -> bool:
