@@ -244,7 +244,7 @@ def names_to_skip(metadata: object, names: Iterable[str] | None) -> frozenset[st
     if others:
         annotated = (vars(kind).get("__annotations__", ()) for kind in type(metadata).__mro__)
         own = {*dir(type(metadata)), *vars(metadata)}.union(*annotated)
-        for name in sorted(others - own, key=str):
+        for name in sorted(others - own, key=quoted):
             close = did_you_mean(name, (*ARRAYS, *BROADCAST, *(one for one in own if not one.startswith("_"))))
             raise ValueError(f"skip_fields: {quoted(name)} is no field of metadata{close}")
     return skip
