@@ -65,6 +65,8 @@ def test_only_fields_are_skipped():
         metadata.asdict_zerocopy(["slot_maping"])
     with pytest.raises(ValueError, match="skip_fields: 3 is no field of metadata"):
         metadata.asdict_zerocopy([3])
+    with pytest.raises(ValueError, match="skip_fields: an integer of 16610 bits is no field of metadata"):
+        metadata.asdict_zerocopy([10**5000])  # whose digits Python does not print
     with pytest.raises(TypeError, match="skip_fields: 5 is no collection of names"):
         metadata.asdict_zerocopy(skip_fields=5)
     with pytest.raises(ValueError, match=r"skip_fields: .* is no field of metadata"):

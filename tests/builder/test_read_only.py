@@ -233,3 +233,22 @@ def test_what_fill_gets_leads_to_no_memory_of_the_builder(kernels):
         array[...] = 17
     assert (step.extra.tolist(), step.query_start_loc.tolist()) == ([3, 3], [0, 1, 2])
     assert builder.build().query_start_loc.tolist() == [0, 1, 2]
+
+
+def test_numpys_ufunc_at_writes_all_the_same_and_moves_nothing_else(kernels):
+    plain = read_only(np.zeros(2, np.int32))
+    try:
+        np.add.at(plain, [0], 1)
+    except ValueError:
+        pytest.skip("this NumPy looks at the flag; SECURITY.md may say so")
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, num_blocks=8, kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    batch.add_request("a", [1, 2], 3)
+    batch.add_request("b", [3, 4], 3)
+    np.add.at(batch.block_table, (0, 0), 2**31 - 2)
+    metadata = builder.build()
+    assert metadata.slot_mapping.tolist() == [(2**31 - 1) * 4 + 3, 15]
+    np.add.at(metadata.host.paged_kv_indptr, [1, 2], 2**20)
+    with pytest.raises(ValueError, match="paged_kv_indptr: row 0 was changed since the build"):
+        metadata.paged_kv_indices  # noqa: B018
+    assert batch.block_ids("b") == [3, 4]

@@ -268,6 +268,7 @@ class InputBatch(KeepsColumns, Uncopied):
         """Replaces the request's block number ``index`` (copy on write); returns the block that it had.
 
         A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
+        Tokens of steps ahead that are not replayed yet do not count for what a window has passed.
         One that the request has elsewhere is refused. ``group`` names the KV-cache group, where there are several, or a
         group of states, whose only index is 0: the engine copies the state to the new slot ahead of the next step.
         """
@@ -275,7 +276,8 @@ class InputBatch(KeepsColumns, Uncopied):
             if (slots := self._states(group)) is not None:
                 return self._replace_slot(slots, req_id, index, block_id)
             row, table = self._core.order.row(req_id), self._table(group)
-            passed = table.passed_columns(self._core.num_computed(row), not self._one_group)
+            computed = max(0, self._core.num_computed(row) - self._core.tokens_ahead)  # steps.stop() gives these back
+            passed = table.passed_columns(computed, not self._one_group)
             index, block_id, was = table.replaces(row, req_id, index, block_id, passed)
             self._core.undo.append((table.put, row, index, was))
             table.put(row, index, block_id)

@@ -139,6 +139,23 @@ class PlansOnTheHost(Backend):
         pass
 
 
+@pytest.mark.parametrize("groups", [None, [KVCacheGroup("window", 2, sliding_window=4)]])
+def test_a_block_that_a_stopped_request_sees_is_not_made_null(kernels, groups):
+    options = {"block_size": 2} if groups is None else {"groups": groups}
+    batch = InputBatch(max_num_reqs=1, max_model_len=32, kernels=kernels, **options)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    calls = Calls(builder.capture(1))
+    batch.add_request("a", [*range(1, 13)] if groups is None else {"window": [*range(1, 13)]}, 6)
+    steps = builder.run_ahead(8, bucket=1)
+    steps.replay(calls)
+    needed = 3 if groups is None else 2  # the next token is the eighth: it is written to block 3, and sees block 2
+    with pytest.raises(ValueError, match=rf"^block_id: 0, .* no window of request 'a' has passed block {needed}"):
+        batch.replace_block("a", needed, 0)
+    assert batch.replace_block("a", needed - 1, 0) == needed
+    assert steps.stop() == 1
+    assert builder.build().host.block_table[0, needed] == needed + 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
