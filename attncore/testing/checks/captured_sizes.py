@@ -52,8 +52,7 @@ def test_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens:
 def test_captured_sizes_of_any_lengths(attncore_subject: Subject, attncore_captured_steps: int) -> None:
     """Rows of one token to as many as drafts make, each of its own, in one graph: for specs that say ``always``."""
     require_captured(attncore_subject, 1 + DRAFTS)
-    if attncore_subject.form.cuda_graph != "always":
-        raise UnsupportedError("its spec declares graphs of rows of one length only")
+    require_any_lengths(attncore_subject)
     engine = CapturedEngine(attncore_subject.backend(), 2 + DRAFTS, any_lengths=True)
     for _ in range(attncore_captured_steps):
         engine.change()
@@ -64,8 +63,7 @@ def test_captured_sizes_of_any_lengths(attncore_subject: Subject, attncore_captu
 def test_captured_prompts_beside_decodes(attncore_subject: Subject, attncore_captured_steps: int) -> None:
     """Prompts, chunks of them and decodes, in graphs of a number of tokens: for specs that say ``always``."""
     require_captured(attncore_subject, 1)
-    if attncore_subject.form.cuda_graph != "always":
-        raise UnsupportedError("its spec declares graphs of rows of one length only")
+    require_any_lengths(attncore_subject)
     engine = CapturedPromptsEngine(attncore_subject.backend())
     for _ in range(attncore_captured_steps):
         engine.change()
@@ -77,8 +75,7 @@ def test_captured_prompts_with_spans(attncore_subject: Subject, attncore_capture
     """Each replay sees the spans of its step, and none of the step before: for specs that say ``always``."""
     require_captured(attncore_subject, 1)
     attncore_subject.require("bidirectional_spans")
-    if attncore_subject.form.cuda_graph != "always":
-        raise UnsupportedError("its spec declares graphs of rows of one length only")
+    require_any_lengths(attncore_subject)
     engine = CapturedSpansEngine(attncore_subject.backend())
     for _ in range(attncore_captured_steps):
         engine.change()
@@ -107,3 +104,9 @@ def require_captured(subject: Subject, tokens: int) -> None:
         subject.require("multi_token_decode")
         if subject.form.cuda_graph == "uniform_decode":
             raise UnsupportedError("its spec declares graphs of decodes of one token only")
+
+
+def require_any_lengths(subject: Subject) -> None:
+    """UnsupportedError where rows of different lengths are not captured."""
+    if subject.form.cuda_graph != "always":
+        raise UnsupportedError("its spec declares graphs of rows of one length only")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, SequenceGroup
 from attncore.dense import dense_attention
-from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
+from attncore.testing.engines.compare import StepRequest, close, compare, compare_cache, compare_lse, differs
 from attncore.testing.engines.given_caches import MakeCache, allocated
 from attncore.testing.engines.left_alone import check_plain
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
@@ -269,7 +269,28 @@ class Engine(Requests):
                     step[0], expected, requests
                 )
                 cause = cause or (OF_GROUPS if step[1].from_groups else "")
+            cause += self._mistake(answer, expected, requests, query)
             raise ConformanceError(f"{error}{cause}", error.max_error) from None
+
+    def mistakes(self, query: Tensor, one: StepRequest) -> Iterable[tuple[str, Tensor]] | None:
+        """What is wrong with the feature that an engine is about alone: in words, and the output of the request's
+        tokens then. None where the request has nothing of that feature."""
+        return None
+
+    def _mistake(
+        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor
+    ) -> str:
+        """Which of ``mistakes`` the output of the first request with one is; empty: none."""
+        start = 0
+        for one, (wanted, _) in zip(requests, expected, strict=True):
+            tokens = slice(start, start + one.tokens)
+            start += one.tokens
+            found, mistakes = answer[tokens].float(), self.mistakes(query[tokens], one)
+            if mistakes is None or close(found, wanted, self.tolerance):
+                continue
+            causes = (words for words, output in mistakes if close(found, output, self.tolerance))
+            return next((f"; it is as if {words}" for words in causes), "")
+        return ""
 
     def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]) -> None:
         error = compare(answer, [output for output, _ in expected], requests, self)

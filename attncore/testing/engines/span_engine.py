@@ -12,13 +12,12 @@ from torch import Tensor
 
 from attncore.builder import MetadataBuilder
 from attncore.dense import dense_attention
-from attncore.testing.engines.compare import StepRequest, close
+from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE
-from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
-    from attncore.builder import CommonAttentionMetadata
+    pass
 
 Spans = Sequence[tuple[int, int]]
 """Ranges of positions in a request, in order."""
@@ -73,35 +72,11 @@ class SpanEngine(Engine):
         output, lse = dense_attention(query, *self.history[one.name], spans=spans, return_lse=True, **given)
         return output, lse
 
-    def compare(
-        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor,
-        step: tuple[tuple[Tensor, Tensor, Tensor], CommonAttentionMetadata] | None = None,
-    ) -> None:  # fmt: skip
-        """ConformanceError that names the likely cause, where it is one of spans."""
-        try:
-            super().compare(answer, expected, requests, query, step)
-        except ConformanceError as error:
-            cause = self._cause(answer, expected, requests, query)
-            raise ConformanceError(f"{error}{cause}", error.max_error) from None
-
-    def _cause(
-        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor
-    ) -> str:
-        start = 0
-        for one, (wanted, _) in zip(requests, expected, strict=True):
-            tokens = slice(start, start + one.tokens)
-            start += one.tokens
-            found, spans = answer[tokens].float(), self.batch.spans(one.name)
-            if not spans or close(found, wanted, self.tolerance):
-                continue
-            for words, output in self._mistakes(query[tokens], one, spans):
-                if close(found, output, self.tolerance):
-                    return f"; it is as if {words}"
-            return ""
-        return ""
+    def mistakes(self, query: Tensor, one: StepRequest) -> Iterable[tuple[str, Tensor]] | None:
+        spans = self.batch.spans(one.name)
+        return self._mistakes(query, one, spans) if spans else None
 
     def _mistakes(self, query: Tensor, one: StepRequest, spans: Spans) -> Iterable[tuple[str, Tensor]]:
-        """Outputs of what is wrong with spans alone, in words that say what that is."""
         causal = self._with_spans(query, one, [])[0]
         yield "its tokens were in no span: span_ends was not read", causal
         if self.features.get("sliding_window") is not None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from attncore.builder import MetadataBuilder
-from attncore.testing.engines.compare import StepRequest, close
+from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import MOST_LONGEST, Engine
 from attncore.testing.engines.requests import History
 from attncore.testing.engines.steps_on_device import padded, planned
-from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -83,35 +82,12 @@ class TreeEngine(Engine):
             start += one.tokens
         return found
 
-    def compare(
-        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor,
-        step: tuple[tuple[Tensor, Tensor, Tensor], CommonAttentionMetadata] | None = None,
-    ) -> None:  # fmt: skip
-        """ConformanceError that names the likely cause, where it is one of trees."""
-        try:
-            super().compare(answer, expected, requests, query, step)
-        except ConformanceError as error:
-            raise ConformanceError(
-                f"{error}{self._cause(answer, expected, requests, query)}", error.max_error
-            ) from None
-
-    def _cause(
-        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor
-    ) -> str:
-        start = 0
-        for one, (wanted, _) in zip(requests, expected, strict=True):
-            tokens = slice(start, start + one.tokens)
-            start += one.tokens
-            found = answer[tokens].float()
-            if one.name not in self.trees or close(found, wanted, self.tolerance):
-                continue
-            whole, tree = self.history[one.name], self.trees[one.name]
-            own = [query[tokens], whole.keys[one.context :], whole.values[one.context :]]
-            for words, seen in _mistakes(tree):
-                if close(found, self._of_paths(own, whole.first(one.context), seen)[0], self.tolerance):
-                    return f"; it is as if {words}"
-            return ""
-        return ""
+    def mistakes(self, query: Tensor, one: StepRequest) -> Iterable[tuple[str, Tensor]] | None:
+        if one.name not in self.trees:
+            return None
+        whole, context = self.history[one.name], self.history[one.name].first(one.context)
+        own = [query, whole.keys[one.context :], whole.values[one.context :]]
+        return ((words, self._of_paths(own, context, seen)[0]) for words, seen in _mistakes(self.trees[one.name]))
 
     def _of_paths(self, own: list[Tensor], context: History, seen: list[list[int]]) -> tuple[Tensor, Tensor]:
         """What each token gives over the context and those tokens of its step that it sees, in their order."""
