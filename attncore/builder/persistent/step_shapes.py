@@ -209,7 +209,7 @@ class StepShapes:
             if any(own is arena for arena in shape.arenas):
                 return shape
         bucket: Any = metadata.num_reqs
-        if metadata.num_tokens == metadata.max_query_len > metadata.num_reqs:  # rows of any lengths
+        if metadata.num_tokens == metadata.max_query_len > max(metadata.num_reqs - 1, 1):  # rows of any lengths
             bucket = bucket, metadata.num_tokens
         gone = "released and captured again" if bucket in self.captured else "not captured"
         raise CaptureError(

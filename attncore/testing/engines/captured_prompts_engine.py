@@ -9,9 +9,9 @@ from attncore.testing.engines.captured_engine import CapturedEngine
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
 
-SIZES = (2, 4, 8, (2, 6), (4, 24), (8, 96))
+SIZES = (2, 4, 8, (2, 6), (4, 24), (6, 6), (8, 96))
 """Rows of graphs of decodes; rows and tokens of those of prompts. Both of the same rows: a plan that is kept by these
-alone is another's."""
+alone is another's. One has as many tokens as rows, which are no decodes for that."""
 
 
 class CapturedPromptsEngine(CapturedEngine):
@@ -55,9 +55,9 @@ class CapturedPromptsEngine(CapturedEngine):
             self.replay_empty()
 
     def replay(self, chosen: list[Any]) -> None:
-        """Run a chunk of each prompt among these requests, and a token of each other, as far as the largest graph
-        goes."""
-        room = self.most_tokens
+        """Run a chunk of each prompt among these requests, and a token of each other, as far as some graph goes."""
+        sizes = self.fitting(len(chosen), len(chosen))
+        room = self.size_of(sizes[int(self.random.integers(len(sizes)))])[1]
         scheduled = {}
         for place, name in enumerate(chosen):
             most = min(self.left.get(name, 1), room - (len(chosen) - place - 1))

@@ -28,6 +28,8 @@ class Layer:
 
     together = False
     """Not one call for decodes and prefills: that would read a decode's keys once for every query head, unsplit."""
+    captured_by_starts = False
+    """Captured rows are of one length."""
     splits_by_width = True
     """A decode's keys are split among the cores as if the table were full, so it is to be no wider than needed."""
     rows_without_keys = ("decode", "packed")

@@ -94,6 +94,8 @@ class Layer:
 
     together = True
     """One call for decodes and prefills: the query heads of a group share their keys in every call."""
+    captured_by_starts = False
+    """Every call is told where rows begin."""
     splits_by_width = False
     """How a row's keys are split among the cores follows from its length, on the device."""
 

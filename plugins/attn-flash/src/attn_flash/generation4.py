@@ -29,6 +29,8 @@ class Layer:
     """One call for decodes and prefills: the query heads of a group share their keys in every call."""
     splits_by_width = False
     """The table may be wider than needed."""
+    captured_by_starts = True
+    """Rows of a captured size of several tokens each may be shorter: their call is told where each begins."""
     rows_without_keys = ("packed",)
     """Only there: of a page table such a row reads the column before the first, for the first row before the table."""
 

@@ -134,8 +134,11 @@ class DecoderPlan(StepPlan):
         ):
             if self.lasts:  # all decodes: good for all lengths of the last block
                 segment = segment._replace(max_seq_len=self._longest)
-            if layer.splits_by_width and segment.entry == "decode" and not metadata.use_cuda_graph:
-                segment = segment.with_columns(-(-segment.max_seq_len // block_size) or 1)
+            if segment.entry == "decode" and not metadata.use_cuda_graph:
+                if layer.splits_by_width:
+                    segment = segment.with_columns(-(-segment.max_seq_len // block_size) or 1)
+            elif segment.query_len > 1 and layer.captured_by_starts:
+                segment = segment._replace(entry="paged")
             segments.append(segment)
         super().__init__(segments)
         self._one_token_each = self.single and segments[0].query_len == 1
