@@ -61,11 +61,13 @@ def latent_backend(recorder: Recorder | None = None, *, shows_its_module: bool =
     """The same over latent caches: four heads over rows of 576, the first 512 of which are the values."""
     import attn_flashinfer
 
+    recorder = recorder or Recorder()
+    recorder.version = recorder.version or "0.7.2"
     sizes: dict[str, Any] = {
         "num_heads": 4, "num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "dtype": "bfloat16", "block_size": 4,
         "use_mla": True, "spec": attn_flashinfer.attncore_backend(), "variant": "latent_built",
     }  # fmt: skip
-    return _made(LatentBackend, recorder or Recorder(), sizes | changes, shows_its_module=shows_its_module)
+    return _made(LatentBackend, recorder, sizes | changes, shows_its_module=shows_its_module)
 
 
 def library(recorder: Recorder | None = None, **facts: Any) -> Library:

@@ -1,7 +1,7 @@
 """Latent attention of the stand-in: the wrapper and the rows of its plans, with the signatures of FlashInfer.
 
-What it refuses is what FlashInfer refuses. A plan of a captured size is written to memory that stays where it is, and
-read there by ``run``; pages are read where the graph's buffer is.
+What it refuses is what FlashInfer refuses. A plan is written to memory, and read there by the module's ``run``, which
+checks nothing; pages are read where the graph's buffer is.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def csr(qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Te
     return Rows(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
 
-class _Module:
-    """The compiled module of a wrapper: its plan, and where it writes it."""
+class Module:
+    """The compiled module of a wrapper: it plans to memory that it is given, and runs what lies there."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -40,11 +40,40 @@ class _Module:
         num_heads: int, head_dim_o: int, causal: bool,
     ) -> list[int]:  # fmt: skip
         count = len(lens)
-        self._recorder.calls.append(("latent.replan", {"indptr": indptr.clone(), "lens": lens.clone()}))
+        rows = {"starts": starts.clone(), "indptr": indptr.clone(), "lens": lens.clone()}
+        self._recorder.calls.append(("latent.replan", {**rows, "causal": causal}))
         for place, array in enumerate((starts, indptr, lens)):
             ints[place * _PLACE : place * _PLACE + 4 * len(array)] = array.contiguous().view(torch.uint8)
         cluster = 2 if int(starts[-1]) * num_heads // count > 64 else 1
-        return [cluster, count, int(causal)]
+        return [cluster, count]
+
+    def run(
+        self, workspace: Tensor, ints: Tensor, info: list[int], q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor,
+        indices: Tensor, out: Tensor, lse: Tensor | None, mask: int, num_heads: int, page_size: int, scale: float,
+        base_on_e: bool, ckv_scale: float, kpe_scale: float, scales: Any,
+    ) -> None:  # fmt: skip
+        assert not base_on_e
+        self._recorder.calls.append(("latent.run", {"num_heads": num_heads, "has_lse": lse is not None}))
+        count = info[1]
+        starts, indptr, lens = (
+            ints[place * _PLACE : place * _PLACE + 4 * size].view(torch.int32).tolist()
+            for place, size in enumerate((count + 1, count + 1, count))
+        )
+        for row, length in enumerate(lens):
+            part = slice(starts[row], starts[row + 1])
+            if part.start == part.stop:
+                continue
+            if length:
+                chosen = indices[indptr[row] : indptr[row] - (-length // page_size)].long()
+                values = ckv[chosen].flatten(0, 1)[:length, None].float() * ckv_scale
+                keys = torch.cat((values, kpe[chosen].flatten(0, 1)[:length, None].float() * kpe_scale), dim=2)
+                query = torch.cat((q_nope[part], q_pe[part]), dim=2).float()
+                found, found_lse = dense_attention(query, keys, values, scale=scale, causal=mask == 1, return_lse=True)
+                out[part] = found.to(out.dtype)
+            else:
+                out[part], found_lse = 0, torch.full(q_nope[part].shape[:2], -math.inf)
+            if lse is not None:
+                lse[part] = found_lse / math.log(2)
 
 
 class Latent:
@@ -64,7 +93,7 @@ class Latent:
         self._float_workspace_buffer, self.graph, self.backend = float_workspace_buffer, use_cuda_graph, backend
         self.buffers = qo_indptr, kv_indptr, kv_indices, kv_len_arr
         self._ints = torch.zeros(3 * _PLACE, dtype=torch.uint8)
-        self._module = _Module(self.recorder)
+        self._module = Module(self.recorder)
         self.planned: dict[str, Any] = {}
 
     def plan(
@@ -114,11 +143,12 @@ class Latent:
         )  # fmt: skip
         if self.planned and self.graph and info != self._info:
             raise RuntimeError("the plan of a captured size has changed")
-        self._info, self.planned, self._num_rows = info, arguments, len(lens)
+        self._info, self.planned = info, arguments
         self._indices = self.buffers[2] if self.graph else indices
         if self.shows_its_module:
             self._cached_module, self._int_workspace_buffer = self._module, self._ints
             self._pin_memory_int_workspace_buffer, self._plan_info = self._ints, info
+            self._kv_indices_buf = self._indices
 
     def run(
         self,
@@ -161,29 +191,15 @@ class Latent:
         lse = torch.empty(query.shape[:2]) if lse is None else lse
         if out.shape != (*query.shape[:2], size_v) or lse.shape != query.shape[:2]:
             raise ValueError("Invalid shape of out or lse")
-        starts, indptr, lens = (
-            self._ints[place * _PLACE : place * _PLACE + 4 * count].view(torch.int32).tolist()
-            for place, count in enumerate((self._num_rows + 1, self._num_rows + 1, self._num_rows))
-        )
+        starts = self._ints[: 4 * self._info[1] + 4].view(torch.int32)
         if len(query) < starts[-1]:
-            raise ValueError(f"query: {len(query)} rows, {starts[-1]} planned")
-        pages = planned["page_size"]
-        scales = float(ckv_scale or 1.0), float(kpe_scale or 1.0)
-        for row, length in enumerate(lens):
-            part = slice(starts[row], starts[row + 1])
-            if part.start == part.stop:
-                continue
-            if not length:
-                out[part], lse[part] = 0, -math.inf
-                continue
-            chosen = self._indices[indptr[row] : indptr[row] - (-length // pages)].long()
-            read = kv_cache[chosen].flatten(0, 1)[:length, None].float()
-            values = read[..., :size_v] * scales[0]
-            keys = torch.cat((values, read[..., size_v:] * scales[1]), dim=2)
-            found, found_lse = dense_attention(
-                query[part].float(), keys, values, scale=planned["sm_scale"], causal=planned["causal"], return_lse=True
-            )
-            out[part], lse[part] = found.to(out.dtype), found_lse / math.log(2)
+            raise ValueError(f"query: {len(query)} rows, {int(starts[-1])} planned")
+        parts = query[..., :size_v], query[..., size_v:], kv_cache[..., :size_v], kv_cache[..., size_v:]
+        self._module.run(
+            self._float_workspace_buffer, self._ints, self._info, *parts, self._indices, out, lse,
+            int(planned["causal"]), planned["num_heads"], planned["page_size"], planned["sm_scale"], False,
+            float(ckv_scale or 1.0), float(kpe_scale or 1.0), None,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import flashinfer_standin as standin
 import pytest
 import torch
-from attn_flashinfer import modules
+from attn_flashinfer import latent_run, modules
 from attn_flashinfer.latent_wrappers import CapturedLatent
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.wrappers import LayerSettings
@@ -39,10 +39,10 @@ def test_mixed_batches(block_size: int) -> None:
     run_batch(engine, MIXED)
     plan = recorder.of("latent.plan")[-1]
     assert (plan["head_dim_ckv"], plan["head_dim_kpe"], plan["page_size"]) == (512, 64, block_size)
-    assert plan["causal"]
+    assert recorder.of("latent.replan")[-1]["causal"]
     engine.add("later", 5)
     engine.step({"later": 1})
-    assert not recorder.of("latent.plan")[-1]["causal"], "a query of one token sees all keys"
+    assert not recorder.of("latent.replan")[-1]["causal"], "a query of one token sees all keys"
 
 
 def test_one_plan_serves_a_step_of_decodes_and_prefills() -> None:
@@ -51,11 +51,11 @@ def test_one_plan_serves_a_step_of_decodes_and_prefills() -> None:
     engine.add("a", 20)
     engine.fill({"a": 9})
     engine.add("b", 20)
-    before = len(recorder.of("latent.plan"))
+    before = len(recorder.of("latent.replan"))
     engine.step({"a": 1, "b": 7})
-    (plan,) = recorder.of("latent.plan")[before:]
-    assert plan["metadata"].qo_indptr.tolist() == [0, 1, 8]
-    assert plan["metadata"].kv_len_arr.tolist() == [10, 7]
+    (plan,) = recorder.of("latent.replan")[before:]
+    assert plan["starts"].tolist() == [0, 1, 8]
+    assert plan["lens"].tolist() == [10, 7]
 
 
 def test_chunks_behind_long_contexts_and_several_tokens() -> None:
@@ -210,6 +210,81 @@ def test_a_module_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "no_compiler", lambda: "nvcc not found")
     with pytest.raises(ValueError, match=r"use_mla: the module batch_mla_attention_dtype_q_bf16.* and nvcc not found"):
         backend.impl("layers.0", scale=1.0)
+
+
+@pytest.mark.parametrize("shows_its_module", [True, False])
+def test_a_layer_calls_the_module_where_it_is_shown(shows_its_module: bool) -> None:
+    recorder = standin.Recorder()
+    engine = Engine(standin.latent_backend(recorder, shows_its_module=shows_its_module), num_blocks=80, junk=math.nan)
+    run_batch(engine, MIXED)
+    has_lse = {call["has_lse"] for call in recorder.of("latent.run")}
+    assert has_lse == ({False} if shows_its_module else {True}), "the wrapper's plans ask for it, the module's need not"
+
+
+def test_a_module_of_a_version_that_is_not_known_is_not_called() -> None:
+    recorder = standin.Recorder("0.9.0")
+    run_batch(Engine(standin.latent_backend(recorder), num_blocks=80, junk=math.nan), MIXED)
+    assert {call["has_lse"] for call in recorder.of("latent.run")} == {True}
+
+
+def test_a_module_that_plans_otherwise_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = standin.Recorder()
+    backend = standin.latent_backend(recorder)
+    monkeypatch.setattr(latent_run.Module, "plan", lambda self, *_: self.module.plan(1, 2))
+    run_batch(Engine(backend, num_blocks=80, junk=math.nan), MIXED)
+    monkeypatch.setattr(latent_run.Module, "plan", lambda self, *given: [7])  # other places
+    run_batch(Engine(standin.latent_backend(recorder), num_blocks=80, junk=math.nan), MIXED)
+    assert {call["has_lse"] for call in recorder.of("latent.run")} == {True}
+
+
+def test_steps_that_may_be_cut_into_too_many_pieces_are_planned_by_the_wrapper() -> None:
+    """The module's own plan would write beyond its memory."""
+    recorder = standin.Recorder()
+    backend = standin.latent_backend(recorder, num_heads=128)
+    backend.impl("layers.0", scale=0.1)
+    batch = InputBatch(max_num_reqs=2, max_model_len=1 << 15, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=1 << 15)
+    batch.add_request("a", list(range(1, 4200)))
+    before = len(recorder.of("latent.plan"))
+    builder.build({"a": 16000})
+    assert len(recorder.of("latent.plan")) == before + 1, "the first one of the wrapper's life"
+    builder.build({"a": 300})
+    assert len(recorder.of("latent.plan")) == before + 1
+    batch.rollback("a", 16300)
+    builder.build({"a": 16384})
+    assert len(recorder.of("latent.plan")) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"query": (3, 4, 575)}, "query: torch.bfloat16 (3, 4, 575) found; this backend was made for torch.bfloat16"),
+        ({"query": (3, 3, 576)}, "query: torch.bfloat16 (3, 3, 576) found; "),
+        ({"output": (3, 4, 511)}, "output: torch.bfloat16 (3, 4, 511) found; "),
+        ({"output": (2, 4, 512)}, "output: torch.bfloat16 (2, 4, 512) found; "),
+        ({"dtype": torch.float32}, "query: torch.float32 (3, 4, 576) found; "),
+        ({"cache": (9, 4, 575)}, "kv_cache: "),
+        ({"cache": (9, 2, 576)}, "kv_cache: "),
+        ({"cache_dtype": torch.float16}, "kv_cache: "),
+        ({"offset": 4}, "kv_cache: strides (2304, 576, 1) at address 0x"),
+    ],
+    ids=str,
+)
+def test_tensors_that_the_kernels_cannot_take(changes: dict[str, Any], says: str) -> None:
+    """The module checks none of it."""
+    backend = standin.latent_backend()
+    impl = backend.impl("layers.0", scale=0.1)
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    batch.add_request("a", [1])
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build({"a": 3})
+    query = torch.zeros(changes.get("query", (3, 4, 576)), dtype=changes.get("dtype", torch.bfloat16))
+    shape, offset = changes.get("cache", (9, 4, 576)), changes.get("offset", 0)
+    cache = torch.zeros(math.prod(shape) + offset, dtype=changes.get("cache_dtype", torch.bfloat16))[offset:]
+    rows, nothing = torch.zeros(3, 1, 576, dtype=torch.bfloat16), None
+    output = torch.empty(changes["output"], dtype=torch.bfloat16) if "output" in changes else None
+    with pytest.raises(ValueError) as caught:
+        impl.forward(query, rows, nothing, cache.view(shape), metadata, output)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(says)
 
 
 def test_more_tiles_than_a_plan_has_room_for() -> None:

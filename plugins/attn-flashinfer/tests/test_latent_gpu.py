@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_flashinfer import modules
-from attn_flashinfer.latent_wrappers import CapturedLatent
+from attn_flashinfer import latent_wrappers, modules
 from unsynchronised import no_synchronisation
 
 import attncore
@@ -72,20 +71,47 @@ def test_captured_sizes(kernels: str, tokens: int) -> None:
     CapturedLongEngine(made(kernels, num_heads=128), tokens).run()
 
 
-def test_a_plan_is_renewed_in_its_place_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_the_module_and_by_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both give the same numbers; here FlashInfer shows what the first needs."""
-    fast = CapturedLatent._fast_plan
-    seen = []
+    settle, seen = latent_wrappers.settled, []
 
-    def found(self: CapturedLatent, *given: Any) -> Any:
-        seen.append(fast(self, *given))
+    def found(*given: Any, **named: Any) -> Any:
+        seen.append(settle(*given, **named))
         return seen[-1]
 
-    for renew in (found, lambda *_: None):
-        monkeypatch.setattr(CapturedLatent, "_fast_plan", renew)
+    for settled in (found, lambda *_, **__: None):
+        monkeypatch.setattr(latent_wrappers, "settled", settled)
         CapturedLongEngine(made(num_heads=128), 1).run()
+        run_batch(Engine(made(), num_blocks=200, junk=math.nan, with_lse=True), LONG)
     assert seen
     assert None not in seen
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_outputs_are_the_wrappers_own(monkeypatch: pytest.MonkeyPatch, kernels: str, heads: int) -> None:
+    """Bit for bit, with and without the log-sum-exp."""
+    outputs = []
+    settle = latent_wrappers.settled
+    for settled in (settle, lambda *_, **__: None):
+        monkeypatch.setattr(latent_wrappers, "settled", settled)
+        backend = made(kernels, num_heads=heads)
+        impl = backend.impl("layers.0", scale=0.07)
+        torch.manual_seed(0)
+        cache = backend.allocate_kv_cache(300)
+        cache.copy_(torch.randn(cache.shape, device="cuda").to(cache.dtype))
+        batch = InputBatch(max_num_reqs=8, max_model_len=8192, block_size=64, num_blocks=300)
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=512)
+        for name, context in enumerate((4000, 17, 700, 63, 64)):
+            batch.add_request(name, list(range(1 + 63 * name, 64 + 63 * name))[: context // 64 + 2], context)
+        metadata = builder.build({4: 40, 3: 3})
+        query, rows = (torch.randn(metadata.num_tokens, count, 576, device="cuda").bfloat16() for count in (heads, 1))
+        nothing: Any = None
+        outputs.append(impl.forward(query, rows, nothing, cache, metadata).clone())
+        outputs.extend(one.clone() for one in impl.forward_with_lse(query, rows, nothing, cache, metadata, write=False))
+    ours, theirs = outputs[:3], outputs[3:]
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert torch.equal(ours[0], ours[1])
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:

@@ -12,69 +12,33 @@ from typing import Any
 import flashinfer_standin as standin
 import pytest
 import torch
+from attn_flashinfer import latent_wrappers
 from attn_flashinfer.latent import LatentBackend
-from attn_flashinfer.latent_wrappers import CapturedLatent
 from attn_flashinfer.library import Library, flashinfer
-from torch import Tensor
+from flashinfer_standin_latent import Module
 
 from attncore import InputBatch, MetadataBuilder
-from attncore.dense import dense_attention
 from attncore.testing.engines import captured_engine
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-_PLACE = 1 << 14
 MIXED = [(0, 9), (3, 3), (8, 1), (7, 1), (13, 1), (0, 1)]
 
 
-class Module:
-    """The functions of a compiled module, with its arguments in its order."""
-
-    def plan(
-        self, workspace: Tensor, ints: Tensor, pinned: Tensor, starts: Tensor, indptr: Tensor, lens: Tensor,
-        num_heads: int, head_dim_o: int, causal: bool,
-    ) -> list[int]:  # fmt: skip
-        for place, array in enumerate((starts, indptr, lens)):
-            assert array.dtype == torch.int32
-            ints[place * _PLACE : place * _PLACE + 4 * len(array)] = array.contiguous().view(torch.uint8)
-        return [2 if int(starts[-1]) * num_heads // len(lens) > 64 else 1, len(lens)]
+class InLibrary(Module):
+    """The stand-in's module, as FlashInfer adapts those that it loads."""
 
     def plan_with_staged_workspace_bytes(self, *given: Any) -> tuple[list[int], int]:
-        return self.plan(*given), 3 * _PLACE
-
-    def run(
-        self, workspace: Tensor, ints: Tensor, info: Any, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor,
-        indices: Tensor, out: Tensor, lse: Tensor, mask: int, num_heads: int, page_size: int, scale: float,
-        base_on_e: bool, ckv_scale: float, kpe_scale: float, scales: Any,
-    ) -> None:  # fmt: skip
-        count = info[1]
-        starts, indptr, lens = (
-            ints[place * _PLACE : place * _PLACE + 4 * size].view(torch.int32).tolist()
-            for place, size in enumerate((count + 1, count + 1, count))
-        )
-        assert not base_on_e
-        for row, length in enumerate(lens):
-            part = slice(starts[row], starts[row + 1])
-            if part.start == part.stop:
-                continue
-            if not length:
-                out[part], lse[part] = 0, -math.inf
-                continue
-            chosen = indices[indptr[row] : indptr[row] - (-length // page_size)].long()
-            values = ckv[chosen].flatten(0, 1)[:length, None].float() * ckv_scale
-            keys = torch.cat((values, kpe[chosen].flatten(0, 1)[:length, None].float() * kpe_scale), dim=2)
-            query = torch.cat((q_nope[part], q_pe[part]), dim=2).float()
-            found = dense_attention(query, keys, values, scale=scale, causal=mask == 1, return_lse=True)
-            out[part], lse[part] = found[0].to(out.dtype), found[1] / math.log(2)
+        return self.plan(*given), 3 << 14
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
 
-    module = Module()
+    module = InLibrary(standin.Recorder())
     for place in (fa2_backend, fa3_backend):
         monkeypatch.setattr(place, "get_batch_mla_module", lambda *_: module)
     monkeypatch.setattr(_fa_common, "get_compute_capability", lambda _: (9, 0))
@@ -94,8 +58,11 @@ def over(library: Library, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> A
     return type(made)(made.config)
 
 
+@pytest.mark.parametrize("by_module", [True, False])
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
-def test_steps(library: Library, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+def test_steps(library: Library, monkeypatch: pytest.MonkeyPatch, kernels: str, by_module: bool) -> None:
+    if not by_module:
+        monkeypatch.setattr(latent_wrappers, "settled", lambda *_, **__: None)
     backend = over(library, monkeypatch, options={"latent": kernels})
     run_batch(Engine(backend, with_lse=True, junk=math.nan), MIXED)
     fp8 = over(library, monkeypatch, kv_cache_dtype="fp8_e4m3", options={"latent": kernels})
@@ -104,14 +71,14 @@ def test_steps(library: Library, monkeypatch: pytest.MonkeyPatch, kernels: str) 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_captured_sizes(library: Library, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    fast, seen = CapturedLatent._fast_plan, []
+    settle, seen = latent_wrappers.settled, []
 
-    def found(self: CapturedLatent, *given: Any) -> Any:
-        seen.append(fast(self, *given))
+    def found(*given: Any, **named: Any) -> Any:
+        seen.append(settle(*given, **named))
         return seen[-1]
 
-    for renew in (found, lambda *_: None):  # in its place, and as a whole
-        monkeypatch.setattr(CapturedLatent, "_fast_plan", renew)
+    for settled in (found, lambda *_, **__: None):  # by the module, and by the wrapper
+        monkeypatch.setattr(latent_wrappers, "settled", settled)
         engine = CapturedEngine(over(library, monkeypatch), tokens, junk=math.nan)
         for _ in range(6):
             engine.change()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_flashinfer.impl import FlashInferImpl
+from attn_flashinfer.latent_run import latent_cache
 from attncore import CacheWriter
 
 
@@ -43,4 +44,4 @@ class LatentImpl(FlashInferImpl):
         return query.new_empty((query.shape[0], query.shape[1], self._size_v))
 
     def _for_kernels(self, keys: Tensor, values: Tensor) -> Any:
-        return keys.squeeze(2)
+        return latent_cache(keys.squeeze(2), self.backend.shape, self._size_v)

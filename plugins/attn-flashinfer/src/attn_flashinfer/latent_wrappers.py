@@ -1,12 +1,15 @@
-"""FlashInfer's wrapper of latent attention behind a ``plan`` that takes a step's rows and a ``run`` that a layer calls.
+"""Plans of latent attention: of eager steps and of captured sizes, each over a wrapper of FlashInfer.
 
 One plan serves rows of any numbers of tokens. It needs as much of the workspace for every step, and its own memory on
 the device, which a step's plan is copied to behind the kernels of the last one.
+
+A wrapper's own ``plan`` takes memory anew and checks metadata in Python, or copies it to be able to restore it. So a
+wrapper plans once, which settles its module and the place of every array, and the module's own ``plan`` does the rest.
+Where FlashInfer does not show what that takes, the wrapper plans each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +17,15 @@ import torch
 from torch import Tensor
 
 from attn_flashinfer import device_plan
+from attn_flashinfer.latent_run import LatentRun, Module
 from attn_flashinfer.library import Library
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import LayerSettings, Shape, plain_tensors
 
-ALIGNMENT = 16
-"""Bytes that the kernels load of a row at a time."""
-
 _TILE = 64  # packed queries (tokens times heads) that a thread block holds
 _WORKS = 16384  # pieces of work that a plan has room for
+_ALIGNMENT = 16  # bytes between the parts of the workspace
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LatentShape(Shape):
     @property
     def workspace_bytes(self) -> int:
         """Device memory for partial results: two tiles of 16 bits for each thread block, and their logarithms."""
-        return 2 * device_plan.processors(self.device) * _TILE * (2 * self.head_size_v + 4) + 2 * ALIGNMENT
+        return 2 * device_plan.processors(self.device) * _TILE * (2 * self.head_size_v + 4) + 2 * _ALIGNMENT
 
 
 def shape_of(settings: LayerSettings) -> LatentShape:
@@ -47,29 +49,6 @@ def shape_of(settings: LayerSettings) -> LatentShape:
     return shape
 
 
-class LatentRun:
-    """A wrapper's ``run`` as layers call it: it is planned with the log-sum-exp, which is small, for all layers."""
-
-    def __init__(self, run: Callable[..., Any], shape: LatentShape) -> None:
-        self._run, self._is_fp8 = run, shape.cache_dtype.itemsize == 1
-        self.lse: Tensor
-        """float32 (tokens, num_heads) on the device: where the log-sum-exp goes, to base 2."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        *,
-        out: Tensor,
-        k_scale: float = 1.0,
-        return_lse: bool = False,
-    ) -> Any:
-        scales = {"ckv_scale": k_scale, "kpe_scale": k_scale} if self._is_fp8 else {}
-        if not query.is_contiguous():
-            query = _aligned(query)
-        return self._run(query=query, kv_cache=cache, out=out, lse=self.lse, return_lse=True, **scales)
-
-
 class EagerLatent:
     """Rows of any numbers of tokens, behind any contexts, each seeing those before it and itself."""
 
@@ -77,18 +56,30 @@ class EagerLatent:
         self._shape = shape = shape_of(settings)
         self._wrapper, self._rows = _wrapper(library, workspace, shape)
         self._keywords = _keywords(settings)
-        self.run = LatentRun(self._wrapper.run, shape)
-        self._lse = _no_lse(shape, 0)
+        self.run = LatentRun(self._wrapper, settings, shape.head_size_v)
+        with plain_tensors():
+            starts, none = (torch.tensor(row, dtype=torch.int32, device="cpu") for row in ([0, 1], [0, 0]))
+            no_pages = torch.empty(0, dtype=torch.int32, device=shape.device)
+            self._plan_whole(starts, none, no_pages, none[1:], causal=False)
+            rows = starts, none, none[1:]
+            self._module = settled(self._wrapper, library.version, rows, shape, causal=False)
 
     def plan(self, pages: Pages, starts: Tensor, count: int, longest: int) -> None:
         """Plans rows whose queries begin at ``starts`` int32[n + 1] on the host, ``count`` in all, of ``longest`` at
         most."""
-        if len(self._lse) < count:
-            self._lse = _no_lse(self._shape, count)
-        self.run.lse = self._lse[:count]
-        rows = self._rows(starts, pages.indptr, pages.indices, lengths(pages, self._shape.block_size))
+        lens, causal, shape = lengths(pages, self._shape.block_size), longest > 1, self._shape
+        module = self._module
+        if module is not None and _most_works(count, len(lens), shape) <= _WORKS:
+            info = module.plan(starts, pages.indptr, lens, shape.num_heads, shape.head_size_v, causal)
+            self.run.planned(module._replace(info=info, indices=pages.indices), causal)
+        else:
+            self._plan_whole(starts, pages.indptr, pages.indices, lens, causal=causal)
+            self.run.planned(None, causal)
+
+    def _plan_whole(self, starts: Tensor, indptr: Tensor, indices: Tensor, lens: Tensor, *, causal: bool) -> None:
+        rows = self._rows(starts, indptr, indices, lens)
         try:
-            self._wrapper.plan(metadata=rows, causal=longest > 1, **self._keywords)
+            self._wrapper.plan(metadata=rows, causal=causal, **self._keywords)
         except ValueError as error:
             raise ValueError(f"metadata: FlashInfer refuses to plan this step: {error}") from error
 
@@ -132,46 +123,48 @@ class CapturedLatent:
                 kv_len_arr=torch.zeros(num_reqs, **own),
                 kv_indices=indices,
             )
-            self._keywords = {**_keywords(settings), "causal": query_len > 1}
+            self._causal, self._keywords = query_len > 1, _keywords(settings)
             self._plan_whole(indices[:0], nothing, nothing[1:])  # settles the kernels and the places of all arrays
-            self.run = LatentRun(self._wrapper.run, shape)
-            self.run.lse = _no_lse(shape, num_reqs * query_len)
-            self._replan = self._fast_plan(nothing, nothing[1:])
+            rows = self._starts, nothing, nothing[1:]
+            self._module = settled(self._wrapper, library.version, rows, shape, causal=self._causal)
+        self.run = LatentRun(self._wrapper, settings, shape.head_size_v)
+        self.run.planned(self._module, self._causal)
 
     def plan(self, pages: Pages) -> None:
         """Plans a step of the size on the host."""
-        lens = lengths(pages, self._shape.block_size)
-        if self._replan is None:
+        lens, shape = lengths(pages, self._shape.block_size), self._shape
+        if self._module is None:
             self._plan_whole(self._indices, pages.indptr, lens)
         else:
-            self._replan(pages.indptr, lens)
+            self._module.plan(self._starts, pages.indptr, lens, shape.num_heads, shape.head_size_v, self._causal)
 
     def _plan_whole(self, indices: Tensor, indptr: Tensor, lens: Tensor) -> None:
-        self._wrapper.plan(metadata=self._rows(self._starts, indptr, indices, lens), **self._keywords)
+        rows = self._rows(self._starts, indptr, indices, lens)
+        self._wrapper.plan(metadata=rows, causal=self._causal, **self._keywords)
 
-    def _fast_plan(self, indptr: Tensor, lens: Tensor) -> Callable[[Tensor, Tensor], Any] | None:
-        """What renews the plan in its place, by what a wrapper shows for that: it copies the plan alone, where a whole
-        plan copies the memory of the last one and all metadata. None where this FlashInfer does not show it, or would
-        put arrays elsewhere."""
-        wrapper, shape = self._wrapper, self._shape
-        names = (
-            "_cached_module", "_float_workspace_buffer", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer",
-            "_plan_info",
-        )  # fmt: skip
-        if not all(hasattr(wrapper, name) for name in names):
-            return None
-        module, floats, ints, pinned, info = (getattr(wrapper, name) for name in names)
-        memory = floats, ints, pinned, self._starts
-        causal = self._keywords["causal"]
 
-        def replan(indptr: Tensor, lens: Tensor) -> Any:
-            return module.plan(*memory, indptr, lens, shape.num_heads, shape.head_size_v, causal)
+def settled(
+    wrapper: Any, version: str, rows: tuple[Tensor, Tensor, Tensor], shape: LatentShape, *, causal: bool
+) -> Module | None:
+    """The module of ``wrapper``, which has planned ``rows``: starts, page pointers and lengths, on the host. None where
+    this FlashInfer does not show it, where its ``plan`` takes other arguments, or where it would put arrays elsewhere.
+    """
+    module = Module.of(wrapper, version)
+    if module is None:
+        return None
+    try:
+        again = module.plan(*rows, shape.num_heads, shape.head_size_v, causal)
+    except (TypeError, AttributeError):
+        return None
+    return module if list(again) == list(module.info) else None
 
-        try:
-            again = replan(indptr, lens)
-        except (TypeError, AttributeError):  # another signature
-            return None
-        return replan if list(again) == list(info) else None
+
+def _most_works(count: int, num_rows: int, shape: LatentShape) -> int:
+    """The pieces of work that a plan of ``count`` tokens in ``num_rows`` rows has at most: its tiles, and as many more
+    as there are multiprocessors, since contexts are cut for these alone."""
+    packed = count * shape.num_heads
+    tile = 2 * _TILE if packed // num_rows > _TILE else _TILE
+    return packed // tile + num_rows + device_plan.processors(shape.device)
 
 
 def lengths(pages: Pages, block_size: int) -> Tensor:
@@ -203,16 +196,3 @@ def _keywords(settings: LayerSettings) -> dict[str, Any]:
         "kv_data_type": shape.cache_dtype,
         "lse_mode": "base2",
     }
-
-
-def _no_lse(shape: LatentShape, count: int) -> Tensor:
-    with plain_tensors():
-        return torch.empty((count, shape.num_heads), dtype=torch.float32, device=shape.device)
-
-
-def _aligned(query: Tensor) -> Tensor:
-    """``query``, or a copy where a row of a head does not begin where a kernel may load."""
-    unit = ALIGNMENT // query.element_size()
-    if query.data_ptr() % ALIGNMENT or any(stride % unit for stride in query.stride()[:-1]):
-        return query.contiguous()
-    return query
