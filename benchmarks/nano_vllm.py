@@ -7,14 +7,17 @@ CHECKOUT is a clone of github.com/GeeeekExplorer/nano-vllm, of which nothing is 
 each step's tensors in ``prepare_prefill``, ``prepare_decode`` and ``prepare_sample``. Way ``attncore`` replaces
 these three at run time by an InputBatch and a MetadataBuilder; scheduler, blocks, model, graphs and sampler stay.
 
+Way ``none`` is the floor: decode steps whose tensors the device makes out of the last one's, by two additions, with
+tokens and slots that stay as they were, so that its tokens mean nothing.
+
 A Qwen3 of about 0.6B parameters with random weights; as many requests as a size says, all at once. A row for each size
 and way: ``tokens_per_s`` from the first decode step to the last, ``gap_us`` the median time from the tokens of one step
 to the launch of the next one's model, in which the device has nothing to do, ``prepare_us`` the part of it that the
-three functions take, ``agrees`` the part of all tokens that come before the first that differs from nano-vllm's first
-run: the most likely token is taken, but logits in bfloat16 have ties, among which what is drawn for a row decides, and
-rows stand in another order. ``again`` is the same of nano-vllm's second run.
-``ratio`` is of tokens a second, ``floor_ratio`` what it were if nano-vllm's three functions took no time. Before that
-a run, ``compared``, makes every step in both ways and compares what is on the device: ``differs`` names what differs.
+three functions take, ``model_us`` the median time from there to the tokens, ``ratio`` of tokens a second beside those
+of nano-vllm's. ``agrees`` is the part of all tokens that come before the first that differs from nano-vllm's first run:
+the most likely token is taken, but logits in bfloat16 have ties, among which what is drawn for a row decides, and rows
+stand in another order. ``again`` is the same of nano-vllm's second run. Before that a run, ``compared``, makes every
+step in both ways and compares what is on the device: ``differs`` names what differs.
 
 ``--host-only`` needs no GPU, and neither flash-attn nor xxhash: stand-ins take the place of what is not installed. The
 scheduler runs with tokens that are drawn in place of a model's; both ways make each step, the arrays are compared, and
@@ -181,6 +184,33 @@ def on_host(context):
     return types.SimpleNamespace(**fields)
 
 
+class Floor:
+    """In place of ``Metadata``: what decode steps cost whose tensors are nearly there."""
+
+    def __init__(self, nano, runner):
+        self.nano, self.runner, self.rows = nano, runner, 0
+        self.prepare_prefill = runner.prepare_prefill
+
+    def prepare_decode(self, seqs):
+        if len(seqs) != self.rows:
+            self.inputs, self.rows = self.runner.prepare_decode(seqs), len(seqs)
+            self.temperatures, context = self.runner.prepare_sample(seqs), self.nano.get_context()
+            self.tables = context.block_tables.new_ones((self.rows, LONGEST // SIZE))  # some block for what follows
+            self.tables[:, : context.block_tables.shape[1]] = context.block_tables.clamp(min=1)
+            self.lens, self.slots = context.context_lens, context.slot_mapping
+        else:
+            self.inputs[1].add_(1)
+            self.lens.add_(1)
+        self.nano.set_context(False, slot_mapping=self.slots, context_lens=self.lens, block_tables=self.tables)
+        return self.inputs
+
+    def prepare_sample(self, seqs):
+        return self.temperatures if len(seqs) == self.rows else self.runner.prepare_sample(seqs)
+
+    def sampled(self, token_ids):
+        pass
+
+
 class Timed:
     """A ModelRunner's steps: when its model is launched and when its tokens are there."""
 
@@ -188,7 +218,7 @@ class Timed:
         self.inner_run, self.inner_model, self.ours = runner.run, runner.run_model, ours
         self.inner = {name: getattr(ours or runner, name) for name in ("prepare_decode", "prepare_prefill")}
         self.sample = (ours or runner).prepare_sample
-        self.told, self.gaps, self.prepared, self.decodes = None, [], [], []
+        self.told, self.gaps, self.prepared, self.models, self.decodes = None, [], [], [], []
         runner.run, runner.run_model = self.run, self.run_model
         for name, prepare in self.inner.items():
             setattr(runner, name, self.clocked(prepare))
@@ -211,12 +241,14 @@ class Timed:
         if is_prefill:
             self.told = None
         else:
+            self.models.append(self.told - self.launched)
             self.decodes.append((self.told, len(tokens)))
         return tokens
 
     def run_model(self, input_ids, positions, is_prefill):
+        self.launched = time.perf_counter()
         if not is_prefill and self.told is not None:
-            self.gaps.append(time.perf_counter() - self.told)
+            self.gaps.append(self.launched - self.told)
             self.prepared.append(self.spent)
         return self.inner_model(input_ids, positions, is_prefill)
 
@@ -235,7 +267,8 @@ def gpu_row(nano, llm, size, way, args):
         )  # fmt: skip
         ours.follow(manager)
     torch.manual_seed(0)
-    timed = Compared(nano, runner, ours) if way == "compared" else Timed(runner, ours)
+    ways = {"compared": lambda: Compared(nano, runner, ours), "none": lambda: Timed(runner, floor_of(nano, runner))}
+    timed = ways.get(way, lambda: Timed(runner, ours))()
     params = nano.sampling_params(temperature=GREEDY, ignore_eos=True, max_tokens=args.new)
     prompts = drawn_prompts(size, args.prompt, seed=size)
     for prompt in prompts:
@@ -259,8 +292,15 @@ def gpu_row(nano, llm, size, way, args):
         "tokens_per_s": sum(count for _, count in whole[1:]) / seconds,
         "step_ms": 1e3 * seconds / max(len(whole) - 1, 1),
         "gap_us": 1e6 * statistics.median(timed.gaps), "prepare_us": 1e6 * statistics.median(timed.prepared),
+        "model_us": 1e6 * statistics.median(timed.models),
     }  # fmt: skip
     return row, [outputs[name] for name in sorted(outputs)]
+
+
+def floor_of(nano, runner):
+    """The floor, over the functions of the runner that are there before they are replaced."""
+    names = ("prepare_prefill", "prepare_decode", "prepare_sample")
+    return Floor(nano, types.SimpleNamespace(**{name: getattr(runner, name) for name in names}))
 
 
 def agreement(ours, others):
@@ -273,7 +313,7 @@ def agreement(ours, others):
 
 
 def gpu_rows(nano, sizes, args):
-    """Rows of every size, each way twice in turn; the better of two."""
+    """Rows of every size, each way three times in turn; the best of them."""
     llm_class = importlib.import_module("nanovllm.llm").LLM
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder, args.tiny)
@@ -284,7 +324,7 @@ def gpu_rows(nano, sizes, args):
         nano.without_block_0(llm.scheduler.block_manager)
         for size in sizes:
             best, said = {}, {}
-            for way in ("compared", "nano-vllm", "attncore", "nano-vllm", "attncore"):  # the first one warms up
+            for way in ("compared", *3 * ("nano-vllm", "attncore", "none")):  # the first one warms up
                 row, outputs = gpu_row(nano, llm, size, way, args)
                 if way == "compared":
                     yield row
@@ -292,13 +332,11 @@ def gpu_rows(nano, sizes, args):
                 if way not in best or row["tokens_per_s"] > best[way]["tokens_per_s"]:
                     best[way] = row
                 said.setdefault(way, []).append(outputs)
-            theirs, ours = best["nano-vllm"], best["attncore"]
-            yield theirs | {"again": agreement(*said["nano-vllm"])}
-            without = theirs["step_ms"] - theirs["prepare_us"] / 1e3
-            yield ours | {
-                "agrees": agreement(said["attncore"][0], said["nano-vllm"][0]),
-                "ratio": ours["tokens_per_s"] / theirs["tokens_per_s"], "floor_ratio": theirs["step_ms"] / without,
-            }  # fmt: skip
+            theirs, first = best["nano-vllm"], said["nano-vllm"][0]
+            yield theirs | {"again": agreement(said["nano-vllm"][1], first)}
+            agrees = {"agrees": agreement(said["attncore"][0], first)}
+            for way, more in (("attncore", agrees), ("none", {})):
+                yield best[way] | more | {"ratio": best[way]["tokens_per_s"] / theirs["tokens_per_s"]}
 
 
 def arguments(words):
