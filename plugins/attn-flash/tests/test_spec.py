@@ -64,7 +64,7 @@ def reasons(where: Host, **fields: Any) -> list[Reason]:
         ("sm_100", "24", {}, "fa4", 128),
         ("sm_100", "24", {"head_size": 192}, "fa2", 256),
         ("sm_100", "24", {"head_size": 256}, "fa4", 128),
-        ("sm_90", "24", {"cuda_graph": "uniform"}, "fa4", 128),
+        ("sm_90", "24", {"cuda_graph": "always"}, "fa4", 128),
         ("sm_90", "24", {"head_size": 160}, "fa2", 256),
         ("sm_90", "24", {"head_size": 96}, "fa4", 128),
         ("sm_90", "24", {"head_size": 96, "features": ["encoder_decoder"]}, "fa2", 256),
@@ -106,7 +106,7 @@ def test_the_generation_that_fits(
         (host("sm_90", "2", "4"), {"dtype": "float32"}, "dtype", "bfloat16, float16"),
         (host("sm_90", "2", "4"), {"head_size": 264}, "head_size", "up to 256"),
         (host("sm_90", "2", "4"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3"),
-        (host("sm_90", "2", "4"), {"cuda_graph": "always"}, "cuda_graph", "uniform"),
+        (host("sm_90", "2"), {"cuda_graph": "always"}, "cuda_graph", "uniform"),
         (host("sm_90", "4"), {"options": {"flash": {"generation": "2"}}}, "option", "options ask for generation 2"),
     ],
 )

@@ -85,6 +85,7 @@ _PAGES = {
         "notes": (_AFTER_FLASHINFER,),
     },
     "4": {
+        "cuda_graph": "always",
         "head_sizes": paged_head_sizes.PAGED,
         "block_sizes": MultipleOf(16),
         "preferred_block_size": 128,
