@@ -51,7 +51,10 @@ class DeviceView(CommonAttentionMetadata):
                         f"metadata: {name} of a view begin where the device alone knows, for the host has no exact "
                         "lengths of this step; take the whole step's, with its paged_kv_indptr"
                     )
-                part = whole[int(host.paged_kv_indptr[rows.start]) : int(host.paged_kv_indptr[rows.stop])]
+                if (indptr := getattr(host, "paged_kv_indptr", None)) is None:  # the first rows of unknown lengths
+                    part = whole[: rows.stop * self._whole.block_table.shape[1]]
+                else:
+                    part = whole[int(indptr[rows.start]) : int(indptr[rows.stop])]
             case Length.ENCODER_TOKEN:
                 starts = host.encoder_query_start_loc
                 part = whole[int(starts[rows.start]) : int(starts[rows.stop])]

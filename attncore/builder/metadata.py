@@ -136,6 +136,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
 
         def _of_host(self, name: str) -> Any:
             if name not in ARRAYS:
+                own = getattr(type(self), name, None)
+                if isinstance(own, property) and own.fget is not None:  # it wants a field, whose error says which
+                    return own.fget(self)
                 raise no_such_field(type(self).__name__, name)
             return self._derived(name) if name in DERIVED else self._wrapped(name)
 

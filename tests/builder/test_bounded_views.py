@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from builder.adopted.adopted_engine import as_on_a_device
 
 from attncore import AdoptedSteps, InputBatch, MetadataBuilder, select
 from attncore.builder import BatchSlice, ContextParallel, local_attention_metadata, slice_metadata
@@ -14,12 +15,12 @@ from attncore.reference import ReferenceBackend
 NAMES = ("seq_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len", "slot_mapping")
 
 
-def backend():
+def backend(host_lengths="bounded"):
     """The reference, said to take upper bounds and to read page lists, so that steps have both."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 16}
     config = select(backend="reference", **sizes).create().config
     needs = {"host_needs": frozenset(), "device_needs": frozenset({"paged_kv_indices", "block_table", "slot_mapping"})}
-    spec = dataclasses.replace(config.spec, host_lengths="bounded", **needs)
+    spec = dataclasses.replace(config.spec, host_lengths=host_lengths, **needs)
     return ReferenceBackend(dataclasses.replace(config, spec=spec))
 
 
@@ -93,6 +94,25 @@ def test_a_cut_request_has_the_pages_of_its_exact_length():
     found, wanted = (slice_metadata(one, BatchSlice(0, 2, 0, 16), block_size=16) for one in (step, same))
     for name in ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len"):
         assert getattr(found, name).tolist() == getattr(wanted, name).tolist()
+
+
+def test_the_first_rows_of_a_step_whose_lengths_the_host_has_not():
+    steps = AdoptedSteps(backend("none"), max_num_reqs=6, max_num_tokens=64, max_model_len=200, num_blocks=64)
+    as_on_a_device(steps)
+    starts = torch.tensor([0, 1, 13], dtype=torch.int32)
+    step = steps.build(
+        query_start_loc=starts,
+        seq_lens=torch.tensor([20, 30], dtype=torch.int32),
+        block_table=torch.arange(10, dtype=torch.int32).reshape(2, 5),
+        slot_mapping=torch.arange(13),
+        host_query_start_loc=starts.numpy(),
+    )
+    assert (step.num_decodes, steps.host_lengths(step)) == (1, "none")
+    held = int(step.decode_metadata.paged_kv_indptr[-1])
+    assert step.decode_metadata.paged_kv_indices[:held].tolist() == [0, 1]
+    assert len(step.decode_metadata.paged_kv_indices) == 5
+    with pytest.raises(AttncoreError, match="paged_kv_indices of a view begin where the device alone knows"):
+        _ = step.prefill_metadata.paged_kv_indices
 
 
 @pytest.mark.parametrize(

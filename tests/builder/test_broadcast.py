@@ -53,6 +53,14 @@ def test_what_was_skipped_is_missing():
         copy.block_table  # noqa: B018
 
 
+@pytest.mark.parametrize("build", [persistent, list_step])
+@pytest.mark.parametrize("half", ["prefill_metadata", "decode_metadata"])
+def test_a_half_of_the_step_says_which_field_it_wants(build, half):
+    arrived = received(build().asdict_zerocopy({"query_lens"}))
+    with pytest.raises(AttributeError, match=r"^metadata\.host has no field 'query_lens' in this step"):
+        getattr(arrived, half)
+
+
 def test_only_fields_are_skipped():
     class Extended(CommonAttentionMetadata):
         scale: float

@@ -66,7 +66,7 @@ def _advance(
     n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     step = plan_next(metadata, settings, n)
     check_built(metadata)  # a block id's own code may have set one
-    before = BeforeNext(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
+    before = BeforeNext(metadata, step, None if tokens is None else _plain(input_tokens)[: metadata.num_reqs])
     _make(metadata, settings, before, vars(metadata), input_tokens, n, tokens, write_next, step)
 
 
@@ -81,7 +81,7 @@ def _turn(
     n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     longer = turned_step(metadata)
     check_built(metadata)  # a block id's own code may have set one
-    before = Before(metadata, vars(metadata), None if tokens is None else input_tokens[:n])
+    before = Before(metadata, vars(metadata), None if tokens is None else _plain(input_tokens)[:n])
     _make(metadata, settings, before, longer, input_tokens, n, tokens, _write_turned, longer)
 
 
@@ -202,13 +202,18 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
         raise ValueError("input_tokens: a read-only array; the sampled tokens are written to it")
     if len(input_tokens) > 1 and _items_share_memory(input_tokens):
         raise ValueError("input_tokens: its elements share memory, as an expanded one's do; give one that has its own")
-    tokens = sampled.reshape(-1)[:n]
+    tokens = _plain(sampled).reshape(-1)[:n]
     _check_range(tokens, input_tokens.dtype)
     if isinstance(tokens, np.ndarray) and not isinstance(input_tokens, np.ndarray):
         import torch
 
         return torch.from_numpy(tokens)
     return tokens
+
+
+def _plain(tokens: Any) -> Any:
+    """A tensor, or of any array the plain one: a subclass may give anything for a part of itself."""
+    return np.asarray(tokens) if isinstance(tokens, np.ndarray) else tokens
 
 
 def _items_share_memory(tokens: Any) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attncore.builder.metadata import CommonAttentionMetadata
 
 
@@ -14,14 +12,12 @@ class Before:
     """What a step was before an advance. One that fails keeps it as ``_unfinished`` of the step until that is settled.
 
     ``attributes``: those that change, or all where the step is given others. ``tokens``: the engine's, which are
-    written to, or None.
+    written to, or None: a plain array of them, for what a subclass does when it is written to is its own code.
     """
 
     def __init__(self, metadata: CommonAttentionMetadata, attributes: dict[str, Any], tokens: Any) -> None:
         self.of, self.attributes, self.tokens, self.restored = type(metadata), attributes, None, False
         if tokens is not None:
-            if isinstance(tokens, np.ndarray):
-                tokens = np.asarray(tokens)  # what a subclass does when it is written to is its own code
             self.tokens = tokens, tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
 
     def restore(self, metadata: Any) -> dict[str, Any]:

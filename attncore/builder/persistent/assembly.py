@@ -214,6 +214,7 @@ class Assembly:
                 for index in side.page_lists:
                     _ = metadata.groups[core.groups[index].name].paged_kv_indices
         elif shape.pads:
+            core.undo.append((shape.commit, max(metadata.step - 1, 0)))  # graphs read the last step again
             shape.commit(metadata.step)
         if self.overlap is not None:
             core.undo.append((self.overlap.restore, *self.overlap.steps))

@@ -235,7 +235,9 @@ class StepKernel(Words):
             self.batch.undo.append((self.take_back, shape, self.next_step))
             metadata = self.decode_step_inside(shape)
             if metadata is not None:
-                shape.commit(self.next_step - 1)
+                step = self.next_step - 1
+                self.batch.undo.append((shape.commit, max(step - 1, 0)))  # graphs read the last step again
+                shape.commit(step)
             return metadata
 
     def decode_step_inside(self, shape: StepShape) -> Any | None:

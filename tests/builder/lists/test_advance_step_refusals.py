@@ -170,6 +170,23 @@ def test_tokens_from_back_to_front_are_no_shared_ones():
     assert tokens.tolist() == [0, 2, 0, 1]
 
 
+class GivesNumbers(np.ndarray):
+    """Tokens whose parts are plain numbers."""
+
+    def __getitem__(self, key):
+        return int(np.asarray(self)[key].reshape(-1)[0])
+
+
+def test_tokens_of_a_subclass_are_read_as_a_plain_array():
+    metadata = CommonMetadataBuilder(4).build(decodes([(0, [1]), (1, [2])]))
+    tokens = np.zeros(2, np.int64)
+    metadata.advance_step(tokens, np.array([5, 6]).view(GivesNumbers))
+    assert tokens.tolist() == [5, 6]
+    given = np.array([7, 8]).view(GivesNumbers)
+    refused(metadata, RuntimeError, "not returning array", given, np.array([1, 2]))  # NumPy's own, for a slice of it
+    assert given.tolist() == [7, 8]
+
+
 class FailsAtTheSecond(np.ndarray):
     """Input tokens that refuse every assignment but the first."""
 

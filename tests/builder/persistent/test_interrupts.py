@@ -50,6 +50,33 @@ def test_opcodes_of_the_numba_twin(groups):
         engine.call(function, change, AtOpcode(int(engine.draw.integers(600))) if k > 50 else contextlib.nullcontext())
 
 
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+@pytest.mark.parametrize("spans", [False, True])
+def test_the_last_step_of_a_captured_size_is_its_own_behind_an_interrupted_build(kernels, spans, transport):
+    """Graphs read the fields of all sizes in one place: there is the last step again, or it is no last step."""
+    batch = InputBatch(max_num_reqs=4, max_model_len=2000, block_size=16, spans=True, kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport=transport)
+    for bucket in (4, 2):
+        builder.capture(bucket)
+    for name in range(2):
+        batch.add_request(name, list(range(1 + 125 * name, 126 + 125 * name)))
+        batch.set_spans(name, [(1990, 2000)] if spans else [])
+    count, kept = 0, 0
+    while True:
+        builder.build(bucket=2 if count % 3 else 4)
+        expected = builder.last_metadata.host.seq_lens.tolist()
+        with AtOpcode(count) as interrupt:
+            builder.build(bucket=4 if count % 2 else 2)
+        if not interrupt.fired:
+            break
+        last = builder.last_metadata
+        if last is not None and last.host.seq_lens.tolist() == expected:
+            assert last.seq_lens.tolist() == expected
+            kept += 1
+        count += 1
+    assert kept > 20
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
 def test_alarms(kernels):
