@@ -199,6 +199,18 @@ def test_what_a_model_takes_is_counted_first(fields, message, model, capsys):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "vocab_size_per_layer_input": 262144},  # of Gemma 3n
+        {"model_type": "granite_swa", "layer_rope_theta": [10000.0, 5000000], "sliding_window": 8},
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_a_number_that_layers_have_is_no_number_of_layers(fields, model, capsys):
+    assert model({**LLAMA, **fields}, capsys)[0] == 0
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_more_bytes_than_are_free_is_refused(tied, model, capsys, monkeypatch):
     """Each number counts once: tied weights are one."""

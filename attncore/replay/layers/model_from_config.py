@@ -191,10 +191,16 @@ def _checked(path: str, name: str, value: Any) -> Any:
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ModelError(f"{where}: {quoted_json(value)} does not fit 64 bits")
-    counts_layers = "layer" in last or last == "attention_types" or last.startswith("first_k_")
-    if counts_layers and isinstance(value, int | float) and value > MAX_LAYERS:
+    if _counts_layers(last) and isinstance(value, int | float) and value > MAX_LAYERS:
         raise ModelError(f"{where}: {quoted_json(value)} is more than {MAX_LAYERS}")
     return value
+
+
+def _counts_layers(name: str) -> bool:
+    """Whether a number of this name is one of layers, and not one that each of them has."""
+    if "per_layer" in name or name.endswith("_theta"):
+        return False
+    return "layer" in name or name == "attention_types" or name.startswith("first_k_")
 
 
 def _checked_dtype(where: str, value: Any) -> str | None:
