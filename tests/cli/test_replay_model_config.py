@@ -217,10 +217,10 @@ def test_a_model_of_more_bytes_than_are_free_is_refused(tied, model, capsys, mon
     from attncore.replay.layers import model_from_config
 
     fields = {**LLAMA, "tie_word_embeddings": tied}
-    made = model_from_config.random_model("here", fields, 0, "cpu")
+    made, _ = model_from_config.random_model("here", fields, 0, "cpu")
     size = sum(one.numel() * one.element_size() for one in (*made.parameters(), *made.buffers()))
     assert any(one is made.lm_head.weight for one in made.model.parameters()) == tied
-    monkeypatch.setattr(model_from_config, "_check_step", lambda *_: None)
+    monkeypatch.setattr(model_from_config, "_checked_step", lambda *_: 0)
     monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size - 1)
     refused(model(fields, capsys), "the model does not fit in memory: more than the 0.0 GiB that are free; take")
     monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size)
