@@ -88,12 +88,13 @@ def names(name: str) -> dict[str, str]:
             f"NAME: {name!r} has a separator at its end, or two in a row, and {distribution} is the distribution of "
             f"{'-'.join(parts)!r}, too; give that name, or another"
         )
+    class_ = "".join(part.capitalize() for part in parts)
     major, minor, *_ = __version__.split(".")
     return {
         "name": name,
         "distribution": distribution,
         "package": f"attn_{'_'.join(parts)}",
-        "class": "".join(part.capitalize() for part in parts),
+        "class": f"Attn{class_}" if class_ == "Attention" else class_,  # AttentionBackend is attncore's
         "floor": f"{major}.{minor}",
         "ceiling": str(int(major) + 1),
     }

@@ -240,8 +240,8 @@ def _model(
 
     with stdout_to_stderr(), said_meanwhile("making the model"):
         try:
-            longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)  # one at least
-            layers = ModelLayers(path, settings, backend, longest, options=options)
+            lengths = [request.prompt_tokens + request.output_tokens for request in trace.requests]  # one at least
+            layers = ModelLayers(path, settings, backend, max(lengths), sum(lengths), options=options)
             layers.check_lengths(trace.requests)
         except ModelError as error:
             raise UsageError(f"--model: {error}") from error

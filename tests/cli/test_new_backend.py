@@ -28,6 +28,12 @@ def test_it_says_what_it_wrote(tmp_path, capsys):
     assert '"acme.v2" = "attn_acme_v2"' in project
 
 
+def test_a_class_is_not_called_as_what_it_inherits_from(tmp_path, capsys):
+    assert main(["new-backend", "attention", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["class"] == "AttnAttention"
+    assert "class AttnAttentionBackend(AttentionBackend):" in (tmp_path / "src/attn_attention/backend.py").read_text()
+
+
 def test_attncore_in_a_zip_file_writes_the_same(tmp_path, capsys):
     package = Path(attncore.__file__).parent
     with zipfile.ZipFile(tmp_path / "attncore.zip", "w") as archive:

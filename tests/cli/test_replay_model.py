@@ -135,7 +135,7 @@ def test_what_states_take_is_counted_first(field, config, trace, capsys, monkeyp
     assert main(["replay", trace, "--model", config({**HYBRID, field: 10**5})]) == 2
     err = capsys.readouterr().err
     assert re.search(
-        r"config.json: (a forward pass does not fit in memory|114 tokens of a request make a tensor of)", err
+        r"config.json: (a forward pass does not fit in memory|a step of \d+ tokens makes 4 tensors of)", err
     )
     assert err.count("\n") == 1
 
@@ -150,11 +150,26 @@ def test_the_largest_tensor_of_a_request_is_counted_first(facts, config, trace, 
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0000000,1000,2"
     Path(trace_of_one).write_text(rows)
     assert main(["replay", trace_of_one, "--model", config({**LLAMA, **facts})]) == 2
-    assert "config.json: 1002 tokens of a request make a tensor of" in capsys.readouterr().err
+    assert "config.json: a request of 1002 tokens makes 4 tensors of" in capsys.readouterr().err
+
+
+def test_weights_and_the_tensors_of_a_step_are_counted_together(config, trace, capsys, monkeypatch):
+    """Of a step in which several requests run, too."""
+    free, weights = 0, 2 * 3 * 32 * 10**5 * 4
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: free)
+    words = ["replay", trace, "--model", config({**LLAMA, "intermediate_size": 10**5}), "--rate", "1e6"]
+    words += ["--max-num-batched-tokens", "200", "--max-num-seqs", "9"]
+    tensors = 4 * 200 * 10**5 * 4
+    free = tensors + weights // 2
+    assert main(words) == 2
+    assert "a step of 200 tokens makes 4 tensors of 0.1 GiB, and the model leaves 0.3 GiB" in capsys.readouterr().err
+    free = tensors + weights + weights // 2
+    assert main(words) == 0
 
 
 def test_the_states_of_all_requests_are_counted(config, trace, capsys, monkeypatch):
     monkeypatch.setattr("attncore.replay.layers.model_from_config.available_bytes", lambda device: 1 << 24)
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.TENSORS_AT_ONCE", 0)
     words = ["replay", trace, "--model", config(HYBRID), "--max-num-seqs"]
     assert main([*words, "9999", "--max-num-batched-tokens", "9999"]) == 2
     assert "the states of 9999 requests do not fit in memory: 0.0 GiB, more than half" in capsys.readouterr().err
@@ -177,6 +192,7 @@ def test_what_caches_take_is_counted_first(facts, taken, advice, config, trace, 
     from attncore.replay.layers import cache_memory
 
     words = ["replay", trace, "--model", config(facts), "--requests", "1", "--num-blocks", "40", "--max-num-seqs", "5"]
+    monkeypatch.setattr("attncore.replay.layers.model_from_config.TENSORS_AT_ONCE", 0)
     monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken - 1) / cache_memory.MOST)
     assert main(words) == 2
     err = capsys.readouterr().err
@@ -185,6 +201,19 @@ def test_what_caches_take_is_counted_first(facts, taken, advice, config, trace, 
     assert err.count("\n") == 1
     monkeypatch.setattr(cache_memory, "available_bytes", lambda device: (taken + 1) / cache_memory.MOST)
     assert main(words) == 0
+
+
+def test_caches_leave_what_a_step_takes(config, trace, capsys, monkeypatch):
+    from attncore.replay.layers import cache_memory
+
+    step = 4 * 200 * 10**5 * 4
+    monkeypatch.setattr(cache_memory, "available_bytes", lambda device: step + (1 << 16))
+    words = ["replay", trace, "--model", config({**LLAMA, "intermediate_size": 10**5}), "--num-blocks", "400"]
+    assert main([*words, "--max-num-batched-tokens", "200"]) == 2
+    assert (
+        "(they take 0.0 GiB, and 0.0 GiB are free beside the tensors of a step); pass a smaller"
+        in capsys.readouterr().err
+    )
 
 
 def test_states_in_anothers_slot_are_found(config, trace, capsys, monkeypatch):

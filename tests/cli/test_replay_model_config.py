@@ -199,16 +199,28 @@ def test_what_a_model_takes_is_counted_first(fields, message, model, capsys):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "vocab_size_per_layer_input": 262144},  # of Gemma 3n
+        {"model_type": "granite_swa", "layer_rope_theta": [10000.0, 5000000], "sliding_window": 8},
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_a_number_that_layers_have_is_no_number_of_layers(fields, model, capsys):
+    assert model({**LLAMA, **fields}, capsys)[0] == 0
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_more_bytes_than_are_free_is_refused(tied, model, capsys, monkeypatch):
     """Each number counts once: tied weights are one."""
     from attncore.replay.layers import model_from_config
 
     fields = {**LLAMA, "tie_word_embeddings": tied}
-    made = model_from_config.random_model("here", fields, 0, "cpu")
+    made, _ = model_from_config.random_model("here", fields, 0, "cpu")
     size = sum(one.numel() * one.element_size() for one in (*made.parameters(), *made.buffers()))
     assert any(one is made.lm_head.weight for one in made.model.parameters()) == tied
-    monkeypatch.setattr(model_from_config, "_check_step", lambda *_: None)
+    monkeypatch.setattr(model_from_config, "_checked_step", lambda *_: 0)
     monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size - 1)
     refused(model(fields, capsys), "the model does not fit in memory: more than the 0.0 GiB that are free; take")
     monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size)

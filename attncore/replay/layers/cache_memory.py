@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from attncore.replay.settings import Settings
 
 MOST = 0.75
-"""The part of the free memory that they may take: the largest tensor of a request may take the other quarter."""
+"""The part of the free memory that they may take, where a request's tensors do not take more than the rest."""
 
 
 def check_cache_memory(
-    model: Any, backend: AttentionBackend, layers: tuple[ModelLayer, ...], settings: Settings
+    model: Any, backend: AttentionBackend, layers: tuple[ModelLayer, ...], settings: Settings, beside: int
 ) -> None:
     """ValueError, which begins with ``num_blocks``, where the caches of ``layers``, and the model's states, take more
-    than MOST of what is free.
+    than MOST of what is free, or than is left ``beside`` the bytes that its longest request takes.
 
     A system that gives memory which it has not got ends the process later, without a word.
     """
@@ -31,8 +31,11 @@ def check_cache_memory(
     if settings.keeps_states:
         taken += nbytes_of_states(model) * (settings.max_num_seqs + 1)  # and the null slot
     free = available_bytes(backend.config.device)
-    if taken > MOST * free:
-        raise no_memory(layers, settings, f"they take {taken / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+    if taken > min(MOST * free, free - beside):
+        left = f"{free / 2**30:.1f} GiB are free"
+        if beside > free * (1 - MOST):
+            left = f"{max(free - beside, 0) / 2**30:.1f} GiB are free beside the tensors of a step"
+        raise no_memory(layers, settings, f"they take {taken / 2**30:.1f} GiB, and {left}")
 
 
 def no_memory(layers: tuple[ModelLayer, ...], settings: Settings, why: str) -> ValueError:

@@ -39,6 +39,9 @@ MAX_SECONDS = 60.0
 """To make the configuration and its model once without memory for its numbers."""
 MAX_WORK = 2 << 30
 """Bytes that this may take: modules and lists in plain memory."""
+TENSORS_AT_ONCE = 4
+"""Of those that a layer makes between its weights: a gate, what becomes of it, what it is multiplied with, a product.
+"""
 
 _OF_CODE = frozenset(
     (
@@ -61,9 +64,12 @@ _WORD = re.compile(r"[A-Za-z0-9_.+*\-]{0,100}")
 _DTYPES = (*DTYPES, "float64")
 
 
-def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None, num_tokens: int = 1) -> Any:
-    """The model of a configuration's fields; ModelError, which begins with ``path``, where they make none, or where it
-    does not fit in memory, or a tensor that it makes of ``num_tokens`` tokens.
+def random_model(
+    path: str, facts: dict[str, Any], seed: int, device: str | None, longest: int = 1, at_once: int = 1
+) -> tuple[Any, int]:
+    """The model of a configuration's fields, and the bytes that it takes beside its weights for a request of
+    ``longest`` tokens, and for ``at_once`` tokens of a step; ModelError, which begins with ``path``, where they make
+    none, or where both do not fit in memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -99,7 +105,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
 
         free = available_bytes(device)
 
-        def fault() -> str:
+        def counted_bytes() -> str:
             torch.set_num_threads(1)  # a copy of a process has none of its threads
             try:
                 with (
@@ -109,18 +115,17 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                 ):
                     model = make("meta")
                     _initialise(model)
-                    _check_size(path, model, free)
-                    _check_step(path, model, free, num_tokens)
+                    size = _checked_size(path, model, free)
+                    return str(_checked_step(path, model, free - size, longest, at_once))
             except ModelError as error:
                 return str(error)
-            return ""
 
-        refusal, ended = run_in_fork(fault, MAX_SECONDS, MAX_WORK)
-        if refusal or ended:
-            raise ModelError(refusal or f"{path}: the model cannot be made: {ended}; take a smaller one")
+        answer, ended = run_in_fork(counted_bytes, MAX_SECONDS, MAX_WORK)
+        if not answer.isdigit():  # an error has a colon behind the path
+            raise ModelError(answer or f"{path}: the model cannot be made: {ended}; take a smaller one")
         torch.manual_seed(seed)
         with memory_error_as_model_error(f"{path}: the model", "take a smaller one"):
-            return make(device)
+            return make(device), int(answer)
 
 
 def check_states(path: str, model: Any, num_slots: int, num_tokens: int) -> None:
@@ -191,10 +196,16 @@ def _checked(path: str, name: str, value: Any) -> Any:
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ModelError(f"{where}: {quoted_json(value)} does not fit 64 bits")
-    counts_layers = "layer" in last or last == "attention_types" or last.startswith("first_k_")
-    if counts_layers and isinstance(value, int | float) and value > MAX_LAYERS:
+    if _counts_layers(last) and isinstance(value, int | float) and value > MAX_LAYERS:
         raise ModelError(f"{where}: {quoted_json(value)} is more than {MAX_LAYERS}")
     return value
+
+
+def _counts_layers(name: str) -> bool:
+    """Whether a number of this name is one of layers, and not one that each of them has."""
+    if "per_layer" in name or name.endswith("_theta"):
+        return False
+    return "layer" in name or name == "attention_types" or name.startswith("first_k_")
 
 
 def _checked_dtype(where: str, value: Any) -> str | None:
@@ -253,7 +264,7 @@ def _counted(path: str, most: int) -> Iterator[None]:
     def count_tensor(_module: Any, _name: str, tensor: Any) -> None:
         nonlocal numbers
         numbers += 0 if tensor is None else tensor.numel() * tensor.element_size()
-        if numbers > 2 * most:  # tied weights are registered twice; _check_size counts them once
+        if numbers > 2 * most:  # tied weights are registered twice; _checked_size counts them once
             raise _too_large(path, most)
 
     with ExitStack() as stack:
@@ -266,10 +277,12 @@ def _counted(path: str, most: int) -> Iterator[None]:
         yield
 
 
-def _check_size(path: str, model: Any, most: int) -> None:
-    """ModelError where the numbers of a model, each counted once, take more than ``most`` bytes."""
-    if sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())) > most:
+def _checked_size(path: str, model: Any, most: int) -> int:
+    """The bytes of a model's numbers, each counted once; ModelError where they are more than ``most``."""
+    size: int = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    if size > most:
         raise _too_large(path, most)
+    return size
 
 
 class _Largest(TorchDispatchMode):
@@ -297,22 +310,28 @@ class _NoAttention:
         return query.new_zeros((*query.shape[:2], value.shape[2]))
 
 
-def _check_step(path: str, model: Any, most: int, num_tokens: int) -> None:
-    """ModelError where a model of the meta device makes a tensor of ``num_tokens`` tokens that takes over a quarter of
-    ``most`` bytes: weights say little of it, and the check by the model's own attention compares all tokens with all.
+def _checked_step(path: str, model: Any, most: int, longest: int, at_once: int) -> int:
+    """The bytes that a model of the meta device takes beside its weights, for the check of ``longest`` tokens by its
+    own attention, which compares all with all, or for ``at_once`` tokens of a step; ModelError where they are more
+    than ``most``. Weights say little of it.
 
-    What cannot run without numbers is not counted.
+    They are those of TENSORS_AT_ONCE tensors as large as the largest. What cannot run without numbers is not counted.
     """
-    attention, largest = _NoAttention(), _Largest()
+    attention, largest, num_tokens = _NoAttention(), _Largest(), max(longest, at_once)
     with suppress(Exception), using_attncore(model), attending_by(attention), torch.inference_mode(), largest:
         tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
         model(tokens, use_cache=False, logits_to_keep=1)
-    taken = max(largest.nbytes, attention.num_heads * num_tokens**2 * model.dtype.itemsize)
-    if taken > most // 4:
+    pairs = attention.num_heads * longest**2 * int(model.dtype.itemsize)
+    taken = TENSORS_AT_ONCE * max(largest.nbytes, pairs)
+    if taken > most:
+        which, advice = f"a request of {counted(longest, 'token')}", "or replay shorter requests"
+        if pairs < largest.nbytes and longest < num_tokens:
+            which, advice = f"a step of {counted(num_tokens, 'token')}", "or pass a smaller --max-num-batched-tokens"
         raise ModelError(
-            f"{path}: {counted(num_tokens, 'token')} of a request make a tensor of {taken / 2**30:.1f} GiB, and "
-            f"{most / 2**30:.1f} GiB are free; take a smaller model, or replay shorter requests"
+            f"{path}: {which} makes {TENSORS_AT_ONCE} tensors of {taken / TENSORS_AT_ONCE / 2**30:.1f} GiB, and the "
+            f"model leaves {most / 2**30:.1f} GiB; take a smaller model, {advice}"
         )
+    return taken
 
 
 def _too_large(path: str, most: int) -> ModelError:

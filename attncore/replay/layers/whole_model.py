@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class ModelLayers:
     """The model of a configuration file; tokens are a function of content and position, so shared prefixes are equal.
 
-    ``longest`` is the number of tokens of the longest request; ``device`` None: a GPU where there is one. Layers of
-    latent attention have latent caches. Raises ModelError where the file makes no model, NoBackendError where no
-    backend runs its layers. ``note`` names fields of the file that change nothing.
+    ``longest`` is the number of tokens of the longest request, ``total`` that of all; ``device`` None: a GPU where
+    there is one. Layers of latent attention have latent caches. Raises ModelError where the file makes no model,
+    NoBackendError where no backend runs its layers. ``note`` names fields of the file that change nothing.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class ModelLayers:
         settings: Settings,
         backend: str | None,
         longest: int,
+        total: int,
         device: str | None = None,
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         facts = _facts(path)
-        self.model = random_model(path, facts, settings.seed, device, longest)
+        at_once = min(total, settings.max_num_batched_tokens)
+        self.model, nbytes_of_step = random_model(path, facts, settings.seed, device, longest, at_once)
         note = note_of_unread_fields(self.model, checked_fields(path, facts))
         self.note = f"{path}: {note}" if note else ""
         self.keeps_states = bool(recurrent_layers(self.model))
@@ -102,7 +104,7 @@ class ModelLayers:
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:
-            check_cache_memory(self.model, self.backend, layers, settings)
+            check_cache_memory(self.model, self.backend, layers, settings, nbytes_of_step)
             num_slots = settings.max_num_seqs + 1 if self.keeps_states else None
             self.kv_caches = paged_caches(
                 self.model, self.backend, settings.num_blocks, layers=layers, num_slots=num_slots
