@@ -64,6 +64,19 @@ return answer
         "cuda_graph='always'",
     ),
     Fault(
+        "takes_a_size_of_as_many_tokens_as_rows_for_decodes",
+        "test_captured_prompts_beside_decodes",
+        "prefill of",
+        forward("""
+answer, starts = whole(query, key, value, kv_cache, metadata, output), metadata.host.query_start_loc
+if metadata.use_cuda_graph and metadata.num_tokens == metadata.num_reqs:
+    for first, last in zip(starts[:-1], starts[1:]):
+        answer[first + 1 : last] = 0
+return answer
+"""),
+        "cuda_graph='always'",
+    ),
+    Fault(
         "splits_keys_by_the_plan_of_the_first_replay",
         "test_captured_sizes_over_changing_lengths[1]",
         "; the next step is right without a graph: it is as if a plan of an earlier step was replayed",
