@@ -189,3 +189,18 @@ def test_arguments_in_another_order(method: str, cache_is_known: bool) -> None:
         with pytest.raises(TypeError, match=rf"^{says}.*{order}"):
             attend(*given)
         assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("decode", ["tensor_cores", "xqa"])
+def test_a_query_of_fewer_tokens_than_the_step_writes_nothing(decode: str) -> None:
+    """A kernel would read and write beyond its rows."""
+    backend = standin.backend(block_size=16, options={"decode": decode})
+    impl, cache = backend.impl("layers.0", scale=0.1), backend.allocate_kv_cache(8)
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16)
+    for name, block in (("a", 1), ("b", 2), ("c", 3)):
+        batch.add_request(name, [block], 5)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build({"a": 1, "b": 1, "c": 4})
+    tensors = [torch.ones(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match="query: 5 rows found; the metadata has 6"):
+        impl.forward(*tensors, cache, metadata)
+    assert not cache.any()
