@@ -7,8 +7,9 @@ CHECKOUT is a clone of github.com/GeeeekExplorer/nano-vllm, of which nothing is 
 each step's tensors in ``prepare_prefill``, ``prepare_decode`` and ``prepare_sample``. Way ``attncore`` replaces
 these three at run time by an InputBatch and a MetadataBuilder; scheduler, blocks, model, graphs and sampler stay.
 
-Way ``none`` is the floor: decode steps whose tensors the device makes out of the last one's, by two additions, with
-tokens and slots that stay as they were, so that its tokens mean nothing.
+Way ``none`` is the floor: decode steps for which the host sends the tokens that were sampled, and nothing else; the
+device adds one to the last step's lengths, positions and slots. Slots are then wrong behind the end of a block, so that
+its tokens mean nothing.
 
 A Qwen3 of about 0.6B parameters with random weights; as many requests as a size says, all at once. A row for each size
 and way: ``tokens_per_s`` from the first decode step to the last, ``gap_us`` the median time from the tokens of one step
@@ -198,9 +199,9 @@ class Floor:
             self.tables = context.block_tables.new_ones((self.rows, LONGEST // SIZE))  # some block for what follows
             self.tables[:, : context.block_tables.shape[1]] = context.block_tables.clamp(min=1)
             self.lens, self.slots = context.context_lens, context.slot_mapping
+            self.counts = [self.inputs[1], self.lens, self.slots]
         else:
-            self.inputs[1].add_(1)
-            self.lens.add_(1)
+            torch._foreach_add_(self.counts, 1)
         self.nano.set_context(False, slot_mapping=self.slots, context_lens=self.lens, block_tables=self.tables)
         return self.inputs
 
@@ -208,7 +209,8 @@ class Floor:
         return self.temperatures if len(seqs) == self.rows else self.runner.prepare_sample(seqs)
 
     def sampled(self, token_ids):
-        pass
+        if len(token_ids) == self.rows:
+            self.inputs[0].copy_(torch.tensor(token_ids, pin_memory=True), non_blocking=True)
 
 
 class Timed:
