@@ -260,7 +260,7 @@ def test_steps_that_may_be_cut_into_too_many_pieces_are_planned_by_the_wrapper()
     [
         ({"query": (3, 4, 575)}, "query: torch.bfloat16 (3, 4, 575) found; this backend was made for torch.bfloat16"),
         ({"query": (3, 3, 576)}, "query: torch.bfloat16 (3, 3, 576) found; "),
-        ({"query": (2, 4, 576)}, "query: 2 rows found; the metadata has 3"),
+        ({"query": (2, 4, 576)}, "query: shape (2, 4, 576) found; the metadata has 3"),
         ({"output": (3, 4, 511)}, "output: torch.bfloat16 (3, 4, 511) found; "),
         ({"output": (2, 4, 512)}, "output: torch.bfloat16 (2, 4, 512) found; "),
         ({"dtype": torch.float32}, "query: torch.float32 (3, 4, 576) found; "),

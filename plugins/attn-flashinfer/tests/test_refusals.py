@@ -201,6 +201,6 @@ def test_a_query_of_fewer_tokens_than_the_step_writes_nothing(decode: str) -> No
         batch.add_request(name, [block], 5)
     metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build({"a": 1, "b": 1, "c": 4})
     tensors = [torch.ones(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-    with pytest.raises(ValueError, match="query: 5 rows found; the metadata has 6"):
+    with pytest.raises(ValueError, match=r"query: shape \(5, 4, 64\) found; the metadata has 6"):
         impl.forward(*tensors, cache, metadata)
     assert not cache.any()

@@ -140,7 +140,7 @@ class FlashInferImpl(AttentionImpl):
                 self.check_order(query, metadata)
                 step = self._plans.find(metadata)
             if step.parts and step.parts[-1].stop > query.shape[0]:  # a kernel would read and write beyond its rows
-                raise ValueError(f"query: {query.shape[0]} rows found; the metadata has {step.parts[-1].stop}")
+                raise ValueError(f"query: shape {tuple(query.shape)} found; the metadata has {step.parts[-1].stop}")
             if write:
                 self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
