@@ -298,3 +298,27 @@ def test_a_limit_that_is_lowered_for_good_leaves_what_it_may(site):
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
     assert done.stdout in (f"({min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)}, {hard})\n", "(200, 200)\n")
+
+
+ENDS_IMPORTS = """
+import sys
+import torch
+import attncore
+@attncore.hookimpl
+def attncore_backend():
+    class Ends:
+        def find_spec(self, *given, **named): raise SystemExit(0)
+        find_distributions = find_spec
+    sys.meta_path.insert(0, Ends())
+    return attncore.BackendSpec(name="aaa", api=1, factory="attn_aaa_heavy:Backend", devices={"any": 5})
+"""
+
+
+def test_a_finder_that_ends_every_import_ends_its_plugin_alone(site):
+    """What a plugin leaves is taken back by modules that may be imported for it."""
+    site.plugin("aaa", ENDS_IMPORTS)
+    site.plugin("good")
+    done = command("list", "--json")
+    assert done.returncode == 0
+    states = {row["name"]: row["state"] for row in json.loads(done.stdout)}
+    assert (states["good"], states["reference"]) == ("loaded", "loaded")

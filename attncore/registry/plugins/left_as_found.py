@@ -60,6 +60,7 @@ class Process:
         self._names, self._collector, self._settings = _Names(), _Collector(), InterpreterSettings()
         self._torch = TorchSettings(plugin)
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
+        self._added: list[Any] = []
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
         self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
         self._lost: list[KeyboardInterrupt] = []
@@ -84,18 +85,18 @@ class Process:
         if sys.getswitchinterval() != self._turns:  # before another thread takes a long one
             sys.setswitchinterval(self._turns)
         sys.setrecursionlimit(self._limit)  # what follows calls functions
+        self._set_finders_aside()  # and may import
         self._collector.restore()
         self._signals.restore()  # so that no handler of the plugin's interrupts it
         self._untrace()
         self._settings.restore()
         self._untrace()  # that of all threads is this one's, too
-        self._modules.restore()  # what follows may import
+        self._modules.restore()
         self._names.restore()
         self._torch.restore()
         _restore_limits(self._limits)
-        added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
         self._search.restore()
-        working = _working(added, self._known, self._plugin)
+        working = _working(self._added, self._known, self._plugin)
         if os.getpid() != self._pid:  # a finder that forks
             self._exit(1)
         self._signals.restore()
@@ -103,6 +104,7 @@ class Process:
         self._search.restore()
         self._finders[:] = [*self._known, *working]
         os.environ, sys.meta_path = self._environ, self._finders
+        self._added.clear()  # a restore that was interrupted has them still
         sys.unraisablehook = self._unraisable
         self._functions.restore()
         _restore(self._environ, self._variables)
@@ -112,6 +114,13 @@ class Process:
         if self._lost:
             lost, self._lost = self._lost[-1], []
             raise lost
+
+    def _set_finders_aside(self) -> None:
+        """Keeps those that the plugin has added, of which one may raise at every import."""
+        if isinstance(getattr(sys, "meta_path", None), list):
+            self._added += sys.meta_path
+        self._finders[:] = self._known
+        sys.meta_path = self._finders
 
     def _untrace(self) -> None:
         sys.settrace(self._traced)
