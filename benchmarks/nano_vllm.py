@@ -7,9 +7,7 @@ CHECKOUT is a clone of github.com/GeeeekExplorer/nano-vllm, of which nothing is 
 each step's tensors in ``prepare_prefill``, ``prepare_decode`` and ``prepare_sample``. Way ``attncore`` replaces
 these three at run time by an InputBatch and a MetadataBuilder; scheduler, blocks, model, graphs and sampler stay.
 
-Way ``none`` is the floor: decode steps for which the host sends the tokens that were sampled, and nothing else; the
-device adds one to the last step's lengths, positions and slots. Slots are then wrong behind the end of a block, so that
-its tokens mean nothing.
+Way ``none`` is the floor (``nano_floor``): the host sends the tokens that were sampled, and nothing else.
 
 A Qwen3 of about 0.6B parameters with random weights; as many requests as a size says, all at once. A row for each size
 and way: ``tokens_per_s`` from the first decode step to the last, ``gap_us`` the median time from the tokens of one step
@@ -43,6 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu import machine
 from nano_checkout import LONGEST, SIZE, Nano, draw_weights, make_model
+from nano_floor import Floor
 from nano_metadata import Metadata
 
 import attncore
@@ -185,34 +184,6 @@ def on_host(context):
     return types.SimpleNamespace(**fields)
 
 
-class Floor:
-    """In place of ``Metadata``: what decode steps cost whose tensors are nearly there."""
-
-    def __init__(self, nano, runner):
-        self.nano, self.runner, self.rows = nano, runner, 0
-        self.prepare_prefill = runner.prepare_prefill
-
-    def prepare_decode(self, seqs):
-        if len(seqs) != self.rows:
-            self.inputs, self.rows = self.runner.prepare_decode(seqs), len(seqs)
-            self.temperatures, context = self.runner.prepare_sample(seqs), self.nano.get_context()
-            self.tables = context.block_tables.new_ones((self.rows, LONGEST // SIZE))  # some block for what follows
-            self.tables[:, : context.block_tables.shape[1]] = context.block_tables.clamp(min=1)
-            self.lens, self.slots = context.context_lens, context.slot_mapping
-            self.counts = [self.inputs[1], self.lens, self.slots]
-        else:
-            torch._foreach_add_(self.counts, 1)
-        self.nano.set_context(False, slot_mapping=self.slots, context_lens=self.lens, block_tables=self.tables)
-        return self.inputs
-
-    def prepare_sample(self, seqs):
-        return self.temperatures if len(seqs) == self.rows else self.runner.prepare_sample(seqs)
-
-    def sampled(self, token_ids):
-        if len(token_ids) == self.rows:
-            self.inputs[0].copy_(torch.tensor(token_ids, pin_memory=True), non_blocking=True)
-
-
 class Timed:
     """A ModelRunner's steps: when its model is launched and when its tokens are there."""
 
@@ -269,8 +240,10 @@ def gpu_row(nano, llm, size, way, args):
         )  # fmt: skip
         ours.follow(manager)
     torch.manual_seed(0)
-    ways = {"compared": lambda: Compared(nano, runner, ours), "none": lambda: Timed(runner, floor_of(nano, runner))}
-    timed = ways.get(way, lambda: Timed(runner, ours))()
+    if way == "compared":
+        timed = Compared(nano, runner, ours)
+    else:
+        timed = Timed(runner, Floor(nano, runner) if way == "none" else ours)
     params = nano.sampling_params(temperature=GREEDY, ignore_eos=True, max_tokens=args.new)
     prompts = drawn_prompts(size, args.prompt, seed=size)
     for prompt in prompts:
@@ -297,12 +270,6 @@ def gpu_row(nano, llm, size, way, args):
         "model_us": 1e6 * statistics.median(timed.models),
     }  # fmt: skip
     return row, [outputs[name] for name in sorted(outputs)]
-
-
-def floor_of(nano, runner):
-    """The floor, over the functions of the runner that are there before they are replaced."""
-    names = ("prepare_prefill", "prepare_decode", "prepare_sample")
-    return Floor(nano, types.SimpleNamespace(**{name: getattr(runner, name) for name in names}))
 
 
 def agreement(ours, others):

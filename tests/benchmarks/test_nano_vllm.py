@@ -70,6 +70,27 @@ def test_what_differs_is_named(benchmark_module, checkout, monkeypatch, capsys, 
     assert {one.partition(": ")[2] for one in row["differs"]} == {name}
 
 
+def test_the_floor_makes_a_step_of_the_one_before(benchmark_module, checkout):
+    """Within a block its tensors are nano-vllm's; the tokens are those that were sampled."""
+    nano = benchmark_module.Nano(checkout, host_only=True)
+    runner = nano.host_runner()
+    floor = benchmark_module.Floor(nano, runner)
+    params = nano.sampling_params(max_tokens=9, temperature=1.0)
+    seqs = [nano.sequence.Sequence(range(length), params) for length in (5, 29)]
+    for seq, block in zip(seqs, (3, 7), strict=True):
+        seq.block_table, seq.num_cached_tokens, seq.num_scheduled_tokens = [block], len(seq.token_ids) - 1, 1
+    floor.prepare_decode(seqs)
+    for tokens in ([40, 41], [50, 51]):
+        floor.sampled(tokens)
+        for seq, token in zip(seqs, tokens, strict=True):
+            seq.token_ids.append(token)
+            seq.num_cached_tokens += 1
+        inputs, context = floor.prepare_decode(seqs), nano.get_context()
+        expected, theirs = runner.prepare_decode(seqs), nano.get_context()
+        assert list(benchmark_module.differences(theirs, context, expected, inputs, 2)) == []
+        assert inputs[0].tolist() == tokens
+
+
 def test_a_folder_without_a_checkout_is_refused(benchmark_module, tmp_path, capsys):
     assert benchmark_module.main([str(tmp_path), "--host-only"]) == 2
     assert "no folder nanovllm in it; give a clone of nano-vllm" in capsys.readouterr().err

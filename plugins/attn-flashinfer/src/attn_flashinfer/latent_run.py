@@ -1,8 +1,7 @@
 """What a layer over a latent cache calls: FlashInfer's compiled module, or the wrapper where that shows none.
 
-A wrapper checks what it is given in every call of every layer, and passes it on to its module; that takes three times
-the host time of the launch. What it checks does not change between the layers of a step: here it is compared once for
-each cache, and by dtype and shape for each query.
+A wrapper checks all that it is given in every call of every layer, and passes it on to its module. Most of it does not
+change between the layers of a step: here the cache is compared once, and query and output by dtype and shape.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Module(NamedTuple):
 
     @classmethod
     def of(cls, wrapper: Any, version: str) -> Module | None:
-        """What ``wrapper``, which was planned, shows; None where it shows it not, or in a version that is not known."""
+        """What ``wrapper``, which was planned, shows; None where a part is not shown, or the version is not known."""
         if device_plan.why_not(version) or not all(hasattr(wrapper, name) for name in _SHOWN):
             return None
         return cls(*(getattr(wrapper, name) for name in _SHOWN))
@@ -97,9 +96,9 @@ class LatentRun:
             scales = {"ckv_scale": k_scale, "kpe_scale": k_scale} if self._is_fp8 else {}
             return self._wrapper.run(query=query, kv_cache=cache.rows, out=out, return_lse=True, **scales)
         if query.dtype is not shape.dtype or query.shape[1:] != (shape.num_heads, shape.head_size):
-            raise ValueError(_not("query", query, shape, shape.head_size))
+            raise ValueError(_unfit("query", query, shape, shape.head_size))
         if out.dtype is not shape.dtype or out.shape != (len(query), shape.num_heads, size_v):
-            raise ValueError(_not("output", out, shape, size_v))
+            raise ValueError(_unfit("output", out, shape, size_v))
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if return_lse else None
         planned.module.run(
             planned.floats, planned.ints, planned.info, query[..., :size_v], query[..., size_v:], cache.values,
@@ -125,7 +124,7 @@ def latent_cache(rows: Tensor, shape: Shape, head_size_v: int) -> LatentCache:
     return LatentCache(rows, rows[..., :head_size_v], rows[..., head_size_v:])
 
 
-def _not(name: str, found: Tensor, shape: Shape, size: int) -> str:
+def _unfit(name: str, found: Tensor, shape: Shape, size: int) -> str:
     return (
         f"{name}: {found.dtype} {tuple(found.shape)} found; this backend was made for {shape.dtype} (tokens, "
         f"{shape.num_heads}, {size}), of as many tokens in query and output"
