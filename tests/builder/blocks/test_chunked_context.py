@@ -11,6 +11,7 @@ from attncore.builder import (
     MetadataBuilder,
     context_chunk_metadata,
     context_chunks,
+    metadata_from_fields,
     new_tokens_metadata,
 )
 from attncore.builder.blocks import chunked_context
@@ -153,6 +154,24 @@ def test_metadata_that_is_no_step_of_those_prefills(metadata):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 0)
     with pytest.raises(ValueError, match=r"^index: 1 found; there are 1 chunk"):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 1)
+
+
+def test_spans_of_the_new_tokens_end_where_their_positions_do():
+    """Positions begin at 0 without a context, and so do ends of spans; a context in chunks has them as they were."""
+    batch = InputBatch(max_num_reqs=3, max_model_len=64, block_size=4, spans=True)
+    for name, computed, spans in (("a", 6, [(8, 11), (11, 14)]), ("b", 0, [(1, 3)]), ("c", 3, [])):
+        batch.add_request(name, [4 * computed + k for k in range(1, 6)], computed)
+        batch.set_spans(name, spans)
+    step = MetadataBuilder(batch, max_num_batched_tokens=64).build({"a": 8, "b": 4, "c": 2})
+    assert step.req_ids == ("a", "b", "c")
+    prefills = step.prefill_metadata
+    assert prefills.span_ends.tolist() == [0, 0, 11, 11, 11, 14, 14, 14, 0, 3, 3, 0, 0, 0]
+    new = new_tokens_metadata(prefills)
+    assert new.span_ends.tolist() == [0, 0, 5, 5, 5, 8, 8, 8, 0, 3, 3, 0, 0, 0]
+    assert new.span_ends.dtype == np.int32
+    assert metadata_from_fields(new.asdict_zerocopy()).span_ends.tolist() == new.span_ends.tolist()
+    chunks = context_chunks(prefills.host.block_table, prefills.host.context_lens, 4, 16)
+    assert context_chunk_metadata(prefills, chunks, 0).span_ends.tolist() == prefills.span_ends.tolist()
 
 
 def test_many_chunks_are_made_at_once_and_too_many_are_refused(monkeypatch):
