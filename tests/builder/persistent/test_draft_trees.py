@@ -409,3 +409,18 @@ def test_a_tree_that_was_taken_back_is_forgotten_once_another_builder_runs_its_r
     with pytest.raises(ValueError, match="paths: request 'a' has not run a tree in its last step"):
         builder.keep_paths({"a": [1, 4]})
     assert batch.num_computed_tokens("a") == 12
+
+
+def test_where_an_interrupt_loses_the_moves_the_request_goes_back_to_its_root(kernels):
+    """As docs/threads-and-processes.md says: nothing gives the moves again, and what was accepted runs once more."""
+    batch, builder = started(kernels)
+    builder.build({"b": 0}, trees={"a": TREE})
+    builder.keep_paths({"a": [1, 3]})  # interrupted behind this: what it returned is lost
+    assert batch.num_computed_tokens("a") == 8
+    with pytest.raises(ValueError, match=r"^paths: request 'a' has not run a tree in its last step"):
+        builder.keep_paths({"a": [1, 3]})
+    batch.rollback_many({"a": 2})
+    metadata = builder.build({"a": 3, "b": 0})  # the two accepted ones and what was sampled behind them
+    assert metadata.positions.tolist() == [6, 7, 8]
+    assert metadata.slot_mapping.tolist() == [14, 15, 28]
+    assert metadata.tree_mask.tolist() == [0, 0, 0]
