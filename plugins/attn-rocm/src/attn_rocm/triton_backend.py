@@ -116,15 +116,15 @@ class TritonImpl(RocmImpl):
         """
         table, lengths, longest = metadata.block_table, metadata.seq_lens, metadata.max_seq_len
         starts = metadata.query_start_loc
+        several = metadata.max_query_len > 1
+        masks, span_ends = (_optional(metadata, name) if several else None for name in ("tree_mask", "span_ends"))
         if kv_cache is None:
-            return _fresh_keys(lengths, longest, key, value, starts)
+            return _fresh_keys(lengths, longest, key, value, starts, masks, span_ends)
         caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         if not table.shape[1]:
-            return _fresh_keys(lengths, longest, key, value, starts)
-        if metadata.max_query_len > 1:
-            masks, span_ends = _optional(metadata, "tree_mask"), _optional(metadata, "span_ends")
-            if masks is not None or span_ends is not None:
-                return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
+            return _fresh_keys(lengths, longest, key, value, starts, masks, span_ends)
+        if masks is not None or span_ends is not None:
+            return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
             _check_given(key, value)
             return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
@@ -161,11 +161,15 @@ def _check_given(key: Any, value: Any) -> None:
             raise ValueError(f"{name}: None found; rows without a block table attend this step's own, so give them")
 
 
-def _fresh_keys(lengths: Tensor, longest: int, key: Any, value: Any, starts: Tensor) -> Keys:
+def _fresh_keys(
+    lengths: Tensor, longest: int, key: Any, value: Any, starts: Tensor, masks: Tensor | None = None,
+    span_ends: Tensor | None = None,
+) -> Keys:  # fmt: skip
     """This step's keys alone: there is no cache, or nothing is in it."""
     return Keys(
-        lengths, longest, key=key, value=value, raw_starts=starts, raw_rows=0 if key is None else len(starts) - 1
-    )
+        lengths, longest, key=key, value=value, raw_starts=starts, raw_rows=0 if key is None else len(starts) - 1,
+        tree_mask=masks, span_ends=span_ends,
+    )  # fmt: skip
 
 
 class TritonBackend(RocmBackend):
