@@ -17,7 +17,14 @@ import torch
 from mixed_steps import MixedSteps
 from run import SampledTokens
 
-from attncore import AttentionRequest, AttentionType, InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
+from attncore import (
+    AttentionRequest,
+    AttentionType,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    StateGroup,
+)
 from attncore.arguments import integer, optional_integer
 from attncore.builder import ContextParallel
 from attncore.did_you_mean import did_you_mean
@@ -27,6 +34,7 @@ from attncore.integrations.transformers import (
     attncore_context,
     compile_layers,
     paged_caches,
+    plain_prefill,
     recurrent_layers,
     select_for_model,
     use_latent_caches,
@@ -66,6 +74,8 @@ class Worker:
     Both are chosen on a GPU where they are None; (): none. ``threads`` are torch's on a CPU. ``compile``: whether
     layers are compiled, or options of torch.compile. Layers of latent attention have latent caches. ``interleave``:
     where not 0, the ranks of torch.distributed share out the keys of every request, so many tokens to each in turn.
+    ``plain_prefill``: whether long prompts of latent layers run by keys and values of every head, without a graph, or
+    arguments of ``plain_prefill``.
     ``images``: prompts may have images that see themselves in both directions (Gemma 3), in steps without a graph.
     ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
@@ -74,7 +84,7 @@ class Worker:
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None,
         mixed_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1, ahead: int = 8,
         transport: str = "auto", interleave: int = 0, compile: bool | dict[str, Any] = False,  # noqa: A002
-        images: bool = False, **wanted: Any,
+        images: bool = False, plain_prefill: bool | dict[str, Any] = False, **wanted: Any,
     ) -> None:  # fmt: skip
         if not callable(getattr(model, "eval", None)):
             raise TypeError(f"model: a {type(model).__name__} found; give a loaded model of transformers")
@@ -109,7 +119,10 @@ class Worker:
         self.recurrent = bool(recurrent_layers(model))
         slots = {"num_slots": max_num_reqs + 1} if self.recurrent else {}  # a request's is its place
         shared = compile is False  # compiled layers are told apart by their caches
-        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers, shared=shared, **slots)
+        plain = self._plain_prefill(plain_prefill, layers, ranks, compiled=not shared)
+        self.caches = paged_caches(
+            model, self.backend, num_blocks, layers=layers, shared=shared, plain_prefill=plain, **slots
+        )
         self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
         limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "spans": images}
         if self.recurrent:
@@ -139,6 +152,15 @@ class Worker:
         self._capture_decodes({min(n, max_num_reqs) for n in sizes}, chosen)
         self._capture_mixed(mixed_sizes)
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
+
+    def _plain_prefill(self, asked: bool | dict[str, Any], layers: Any, ranks: Any, *, compiled: bool) -> Any:
+        """What ``paged_caches`` takes; None where it is not asked for."""
+        if asked is False:
+            return None
+        for argument, given in (("compile", compiled), ("interleave", ranks is not None)):
+            if given:
+                raise ValueError(f"plain_prefill: not with {argument}; leave one of them out")
+        return plain_prefill(self.model, layers=layers, **({} if asked is True else asked))
 
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
@@ -215,7 +237,8 @@ class Worker:
         """The next token of every row."""
         step = self.sampled.inputs(metadata), metadata.positions, metadata.logits_indices
         pixels = self._pixels(metadata)
-        fitting = [mixed for mixed in self.mixed if not pixels and mixed.holds(metadata)]
+        eager = bool(pixels) or self.caches.runs_plainly(metadata)
+        fitting = [mixed for mixed in self.mixed if not eager and mixed.holds(metadata)]
         with torch_threads(self.threads):
             if fitting:
                 logits = fitting[-1].run(metadata, *step).float()

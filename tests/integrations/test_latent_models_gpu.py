@@ -14,6 +14,7 @@ from attncore.graphs import capturing, new_graph  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
     attncore_context,
     paged_caches,
+    plain_prefill,
     select_for_model,
     use_latent_caches,
 )
@@ -31,7 +32,7 @@ SHAPE = {
     "first_k_dense_replace": 3,  # an expert that is chosen otherwise by rounding would hide what attention does
     "max_position_embeddings": 4096,
 }
-LENGTHS = (1, 17, 60, 200)
+LENGTHS = (1, 17, 460, 700)
 BLOCK = 64
 
 
@@ -42,11 +43,11 @@ def alone(model, prompts):
         return torch.cat([model(input_ids=one, use_cache=False).logits[0, -1:] for one in ids]).float()
 
 
-def served(model, prompts, backend):
+def served(model, prompts, backend, plain=None):
     """The logits of the last token of each prompt: most computed before, in chunks, the last as a captured decode."""
-    caches = paged_caches(model, backend, 32)
-    batch = InputBatch(max_num_reqs=4, max_model_len=512, block_size=BLOCK, num_blocks=32)
-    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=512)
+    caches = paged_caches(model, backend, 64, plain_prefill=plain)
+    batch = InputBatch(max_num_reqs=4, max_model_len=1024, block_size=BLOCK, num_blocks=64)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=1024)
     blocks = itertools.count(1)
     for row, ids in enumerate(prompts):
         batch.add_request(row, [next(blocks) for _ in range(-(-len(ids) // BLOCK))])
@@ -93,3 +94,11 @@ def test_logits_are_as_right_as_those_of_eager(name):
         pytest.skip(f"flashinfer: {error}")
     found = (served(model, prompts, choice.create()) - exact).abs().max()
     assert found <= 2 * usual, f"{found} from float32's, eager's in bfloat16 are {usual}"
+    for backend in ("flash", "rocm"):
+        try:
+            plain = plain_prefill(model, backend=backend, least_saved=0, workspace_tokens=128)
+        except NoBackendError as error:
+            print(f"no plain prefill by {backend}: {error}")
+            continue
+        found = (served(model, prompts, choice.create(), plain) - exact).abs().max()
+        assert found <= 2 * usual, f"plainly by {backend}: {found} from float32's, eager's in bfloat16 are {usual}"

@@ -10,6 +10,7 @@ Importing this package registers the attention implementation ``attncore`` with 
 - ``recurrent_layers``: the states of Mamba and gated delta nets in slots.
 - ``image_spans``: the images in a prompt, which see themselves in both directions.
 - ``choose_backend``: one backend for all layers of a model.
+- ``plain_prefill``: prompts of latent layers by keys and values of every head.
 - ``latent_layers``: layers of latent attention over latent caches.
 - ``model_layers``: the layers of a model and what each asks for; ``refused_models``: models that cannot run.
 - ``attention_interface``: the function that models call.
@@ -33,6 +34,7 @@ from attncore.integrations.transformers.image_spans import image_spans
 from attncore.integrations.transformers.latent_layers import use_latent_caches
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.integrations.transformers.piecewise_graph import PiecewiseGraph, capture_between_attention
+from attncore.integrations.transformers.plain_prefill import PlainPrefill, plain_prefill
 from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "ModelLayer",
     "PagedCaches",
     "PiecewiseGraph",
+    "PlainPrefill",
     "StateCaches",
     "attention_layers",
     "attncore_context",
@@ -47,6 +50,7 @@ __all__ = [
     "compile_layers",
     "image_spans",
     "paged_caches",
+    "plain_prefill",
     "recurrent_layers",
     "select_for_model",
     "use_latent_caches",

@@ -52,6 +52,14 @@ class Attender(Protocol):
         token sees a later one, or all of which are for an encoder.
         """
 
+    def attend_latent(
+        self, module: Any, latent: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]
+    ) -> Tensor:
+        """``attend`` of a layer of latent attention, ``latent`` its LatentLayer: ``query`` is over keys, ``key`` are
+        latent rows, and the result is of values. By default absorbed.
+        """
+        return latent.expanded(self.attend(module, latent.absorbed_rows(query), key, value, asked))  # type: ignore[no-any-return]
+
 
 class _Current(threading.local):
     """The attender of this thread's forward pass, and of which kind masks were made in it."""
@@ -134,13 +142,11 @@ def _attention(
     check_one_row(query, attention_mask)
     if asked.get("dropout"):
         raise ValueError("dropout: the model is training; call model.eval()")
+    given = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked)
     latent = getattr(module, LATENT, None)
-    if latent is not None:
-        query = latent.absorbed(query)
-    output = attender.attend(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked)
-    if latent is not None:
-        output = latent.expanded(output)
-    return output.unsqueeze(0), None
+    if latent is None:
+        return attender.attend(module, *given).unsqueeze(0), None
+    return attender.attend_latent(module, latent, *given).unsqueeze(0), None
 
 
 def check_one_row(tokens: Tensor, attention_mask: Any) -> None:

@@ -14,8 +14,9 @@ from attncore.arguments import flag, optional_integer
 from attncore.builder.checked_backend import check_backend
 from attncore.integrations.model_sinks import ModelSinks
 from attncore.integrations.transformers.absorbed_projections import AbsorbedProjections, check_absorbed
-from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
+from attncore.integrations.transformers.attention_interface import NAME, Attender, attending_by, current_attender
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+from attncore.integrations.transformers.plain_prefill import PlainLayers, PlainPrefill
 from attncore.integrations.transformers.recurrent_layers import StateCaches, recurrent_layers
 from attncore.ops.forward_context import ForwardContext
 from attncore.quoted import type_name
@@ -31,8 +32,9 @@ class PagedCaches(Mapping[str, Any]):
         caches: Mapping[str, Any],
         names: Mapping[Any, str],
         states: StateCaches | None = None,
+        plain: PlainLayers | None = None,
     ) -> None:
-        self.impls, self._caches, self._names = impls, caches, names
+        self.impls, self._caches, self._names, self._plain = impls, caches, names, plain
         self._absorbed = AbsorbedProjections()
         self._sinks, self._passes_sinks = ModelSinks(), set[str]()
         self.states = states
@@ -50,6 +52,12 @@ class PagedCaches(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._caches)
+
+    def runs_plainly(self, metadata: Any) -> bool:
+        """Whether an eager forward pass runs the prompts of this step by keys and values of every head: where the
+        caches were made with ``plain_prefill``, and it pays. ``metadata`` is a step's of latent layers.
+        """
+        return self._plain is not None and self._plain.pays(metadata)
 
     def _follow_sinks(self, layer: ModelLayer, impl: AttentionImpl) -> None:
         """The layer's sinks are a parameter that it passes to its attention, or what it makes in each forward pass."""
@@ -116,6 +124,7 @@ def paged_caches(
     layers: tuple[ModelLayer, ...] | None = None,
     num_slots: int | None = None,
     shared: bool = True,
+    plain_prefill: PlainPrefill | None = None,
 ) -> PagedCaches:
     """A cache of ``num_blocks`` blocks for every attention layer, on the backend's device, and the layers themselves.
 
@@ -123,8 +132,11 @@ def paged_caches(
     in Gemma 3n) has the cache of that layer, and writes nothing; with ``shared`` False, and where caches are fp8, whose
     scales are a layer's own, it has one of its own. A model with recurrent layers (``recurrent_layers``) needs
     ``num_slots``, the null slot included: each of them has so many states, and steps are those of a batch with a
-    StateGroup. ValueError where the backend refuses what a layer asks for, and where ``num_slots`` is missing, or given
-    for a model without such layers.
+    StateGroup. ``plain_prefill``, what the function of that name made for the same model, runs long prompts of latent
+    layers by keys and values of every head, in eager steps of layers that are not compiled.
+
+    ValueError where the backend refuses what a layer asks for, where ``num_slots`` is missing, or given for a model
+    without such layers, and for ``plain_prefill`` where a layer is not latent, or its backend is one ``over_ranks``.
     """
     check_backend(backend)
     num_slots = optional_integer("num_slots", num_slots, 2)
@@ -140,6 +152,7 @@ def paged_caches(
     for layer in layers:
         if layer.use_mla:
             check_absorbed(layer.name, layer.module)
+    plain = None if plain_prefill is None else _plain_layers(plain_prefill, backend, layers)
     shared = flag("shared", shared) and not backend.config.kv_cache_dtype.startswith("fp8")
     made: dict[str, AttentionImpl] = {}
     impls: dict[str, Any] = {}
@@ -163,13 +176,23 @@ def paged_caches(
         else:
             caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
     states = StateCaches(model, num_slots) if num_slots is not None else None
-    found = PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states)
+    found = PagedCaches(impls, caches, {layer.module: layer.name for layer in layers}, states, plain)
     for layer in layers:
         if layer.use_mla:
             found._absorbed.add(layer.name, layer.module)
         if layer.sinks is not None:
             found._follow_sinks(layer, made[layer.name])
     return found
+
+
+def _plain_layers(given: Any, backend: AttentionBackend, layers: tuple[ModelLayer, ...]) -> PlainLayers:
+    if not isinstance(given, PlainPrefill):
+        raise TypeError(f"plain_prefill: a {type_name(given)} found; give what plain_prefill(model) returns")
+    if not backend.config.use_mla or not all(layer.use_mla for layer in layers):
+        raise ValueError("plain_prefill: given for layers without latent caches; call use_latent_caches(model) first")
+    if hasattr(backend, "ranks"):
+        raise ValueError("plain_prefill: given for a backend over ranks, which hold parts of a context; leave it out")
+    return PlainLayers(given, backend, layers)
 
 
 def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextManager[None]:
@@ -247,7 +270,7 @@ def running_caches() -> PagedCaches | None:
     return attender.caches if isinstance(attender, _CachedAttention) else None
 
 
-class _CachedAttention:
+class _CachedAttention(Attender):
     """An Attender over a model's caches: each layer by its own implementation."""
 
     __slots__ = ("_layers", "caches")
@@ -256,12 +279,27 @@ class _CachedAttention:
         self._layers, self.caches = layers, caches
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
-        name = self.caches._names.get(module)
-        if name is None:
-            raise RuntimeError(
-                f"{type(module).__name__}: this layer has no cache in the context; make kv_caches of the same model"
-            )
+        name = self._name_of(module)
         impl, metadata = self._layers.layer(name)
         if name in self.caches._passes_sinks and impl is self.caches.impls[name]:
             impl.set_sinks(asked["s_aux"])
         return impl.forward(query, key, value, self.caches._caches[name], metadata)
+
+    def attend_latent(
+        self, module: Any, latent: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]
+    ) -> Tensor:
+        if (plain := self.caches._plain) is not None:
+            name = self._name_of(module)
+            impl, metadata = self._layers.layer(name)
+            if impl is self.caches.impls[name] and (step := plain.step(metadata)) is not None:
+                cache = self.caches._caches[name]
+                return plain.attend(name, latent, impl, cache, step, metadata, query, key, value)
+        return super().attend_latent(module, latent, query, key, value, asked)
+
+    def _name_of(self, module: Any) -> str:
+        name: str | None = self.caches._names.get(module)
+        if name is None:
+            raise RuntimeError(
+                f"{type(module).__name__}: this layer has no cache in the context; make kv_caches of the same model"
+            )
+        return name

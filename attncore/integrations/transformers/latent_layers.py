@@ -71,6 +71,16 @@ class LatentLayer:
         content = torch.matmul(query[..., : self._nope], self._weights()[:, : self._nope])
         return torch.cat((content, query[..., self._nope :]), dim=-1)
 
+    def absorbed_rows(self, query: Tensor) -> Tensor:
+        """``absorbed`` of a query (T, heads, qk_nope_head_dim + qk_rope_head_dim), and so shaped."""
+        return self.absorbed(query.transpose(0, 1)).transpose(0, 1)
+
+    def projected(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head, (T, heads, size), of latent rows (T, 1, size), as the layer makes them."""
+        given = rows.transpose(0, 1).unsqueeze(0)
+        keys, values = self._expand(given[..., : self._rank], given[..., self._rank :])
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
     def expanded(self, output: Tensor) -> Tensor:
         """The output (T, heads, v_head_dim) of one over latent rows, (T, heads, kv_lora_rank)."""
         to_values = self._weights()[:, self._nope :].transpose(1, 2)

@@ -14,6 +14,7 @@ from attncore.integrations.transformers.attention_interface import (
     LATENT,
     NAME,
     RECORDING,
+    Attender,
     attending_by,
     configs_of,
     using_attncore,
@@ -116,7 +117,7 @@ def _recorded_as(name: str, model: Any, recorder: _Recorder) -> _Recorder:
     return recorder
 
 
-class _Recorder:
+class _Recorder(Attender):
     """An Attender that records what every layer asks for, and gives zeros."""
 
     def __init__(self, model: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncore.did_you_mean import did_you_mean
-from attncore.integrations.transformers.attention_interface import attending_by, using_attncore
+from attncore.integrations.transformers.attention_interface import Attender, attending_by, using_attncore
 from attncore.integrations.transformers.recurrent_layers import nbytes_of_states
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
@@ -300,7 +300,7 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-class _NoAttention:
+class _NoAttention(Attender):
     """An Attender that gives zeros; ``num_heads`` becomes the most query heads of a layer."""
 
     num_heads = 0
