@@ -1,6 +1,7 @@
 """Prompts of latent models by keys and values of every head: their logits are those of transformers' own attention."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from attncore import InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
     PlainPrefill,
+    attention_layers,
     attncore_context,
     compile_layers,
     paged_caches,
@@ -94,6 +96,31 @@ def test_logits_are_those_of_eager(name, workspace, chunks, padding):
         assert (step.decode_metadata is None) is (1 not in part.values())
         found_chunks.append(len(step.chunks))
     assert found_chunks == chunks
+
+
+def test_each_call_finds_the_plan_of_its_own_step(monkeypatch):
+    """A library may keep the plan of one step alone."""
+    planned, calls = {}, []
+
+    def checked(method):
+        def call(self, query, key, value, kv_cache, metadata, *args, **given):
+            calls.append(metadata)
+            assert planned[self.backend] is metadata
+            return method(self, query, key, value, kv_cache, metadata, *args, **given)
+
+        return call
+
+    rows = Rows(latent_model("deepseek_v3"), workspace_tokens=40)
+    backends = rows.backend, rows.caches._plain._own, rows.caches._plain._across
+    for backend in backends:
+        monkeypatch.setattr(type(backend), "plan", lambda self, metadata: planned.update({self: metadata}))
+    for name in ("forward", "forward_with_lse"):
+        monkeypatch.setattr(type(rows.backend).impl_class, name, checked(getattr(type(rows.backend).impl_class, name)))
+    for name, ids in prompts(6, 81, 140, 120).items():
+        rows.add(name, len(ids))
+    for part in STEPS:
+        rows({name: [1] * count for name, count in part.items()})
+    assert len(calls) == 2 * (1 + 4 + 8)  # of two layers: own tokens; with decodes and two chunks; and six
 
 
 @pytest.mark.parametrize("fields", [{"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "float16"}], ids=str)
@@ -211,17 +238,16 @@ def test_what_is_refused():
         plain_prefill(model, least_saved=-1)
     with pytest.raises(NoBackendError, match="flashinfer"):
         plain_prefill(model, backend="flashinfer")
+    other = latent_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8)
+    use_latent_caches(other)
+    of_other = select_for_model(other, block_size=BLOCK).create()
+    with pytest.raises(ValueError, match="made for 4 heads of 24, these layers have 8 of 24"):
+        paged_caches(other, of_other, 8, plain_prefill=rows.plain)
+    for asked in ({"sliding_window": 8}, {"sinks": torch.zeros(4)}):
+        with pytest.raises(ValueError, match=f"has {next(iter(asked))}; leave plain_prefill out"):
+            plain_prefill(model, layers=tuple(replace(layer, **asked) for layer in attention_layers(model)))
+    latent = attention_layers(model)
     model.model.layers[0].self_attn.v_head_dim = 40
     with pytest.raises(ValueError, match="of several sizes"):
-        plain_prefill(model, layers=tuple(rows_layers(model)))
+        plain_prefill(model, layers=latent)
     assert isinstance(rows.plain, PlainPrefill)
-
-
-def rows_layers(model):
-    from attncore.integrations.transformers.model_layers import ModelLayer
-    from attncore.vocabulary import AttentionType
-
-    for index, layer in enumerate(model.model.layers):
-        yield ModelLayer(
-            f"layers.{index}", layer.self_attn, 4, 1, 40, 32, 0.2, None, None, None, AttentionType.DECODER, use_mla=True
-        )

@@ -69,7 +69,7 @@ def plain_prefill(
     number on, of a layer, it runs plainly (0: wherever it saves some).
 
     NoBackendError where no backend can, ValueError for a model without latent caches, or whose layers differ in their
-    sizes.
+    sizes, or have windows or sinks.
     """
     workspace_tokens = integer("workspace_tokens", workspace_tokens, 1)
     least_saved = integer("least_saved", least_saved, 0, 2**63 - 1)
@@ -79,6 +79,10 @@ def plain_prefill(
             f"model: {type(model).__name__} has layers without latent caches; call use_latent_caches(model) first, or "
             "leave plain_prefill out"
         )
+    for layer in layers:
+        for name in ("sliding_window", "sinks"):
+            if getattr(layer, name) is not None:
+                raise ValueError(f"model: layer {layer.name} has {name}; leave plain_prefill out")
     shapes = {(layer.num_heads, _Sizes.of(layer.module)) for layer in layers}
     if len(shapes) > 1:
         raise ValueError(f"model: {type(model).__name__} has latent layers of several sizes; leave plain_prefill out")
@@ -154,6 +158,12 @@ class PlainLayers:
             across = self._across.impl(layer.name, **asked, attn_type="encoder_decoder")
             self._impls[layer.name] = self._own.impl(layer.name, **asked), across
         self._num_heads, self._sizes = layers[0].num_heads, _Sizes.of(layers[0].module)
+        made_for, needed = (self._own.config.num_heads, self._own.config.head_size), (self._num_heads, self._sizes.key)
+        if made_for != needed:
+            raise ValueError(
+                f"plain_prefill: made for {made_for[0]} heads of {made_for[1]}, these layers have {needed[0]} of "
+                f"{needed[1]}; make it of the same model"
+            )
 
     def step(self, metadata: Any) -> _PlainStep | None:
         """How a step runs; None: absorbed. Made for its first layer, and kept with the step."""
@@ -200,7 +210,6 @@ class PlainLayers:
         chunks, made = context_chunks(host.block_table, contexts, block_size, workspace), []
         for index, slots in enumerate(chunks.chunk_slots):
             metadata = context_chunk_metadata(prefills, chunks, index, self._across)
-            self._across.plan(metadata)
             made.append((self._across.from_host(slots), metadata))
         return made
 
@@ -233,6 +242,8 @@ class PlainLayers:
         keys, _ = impl.backend.kv_cache_views(kv_cache)
         for slots, metadata in step.chunks:  # merged one by one: outputs of many chunks would fill the memory
             cached = _unscaled(reference_cache.read(keys, slots), impl.k_scale, query.dtype)
+            if self._across.has_plan:  # in each layer: it may keep one step's plan alone, and there are several
+                self._across.plan(metadata)
             part, part_lse = across.forward_with_lse(query, *self._made_of(latent, cached), None, metadata)
             output, lse = merge_attention((output, part), (lse, part_lse))
         return output[..., : self._sizes.value]
