@@ -241,7 +241,7 @@ def test_what_is_refused():
     other = latent_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8)
     use_latent_caches(other)
     of_other = select_for_model(other, block_size=BLOCK).create()
-    with pytest.raises(ValueError, match="made for 4 heads of 24, these layers have 8 of 24"):
+    with pytest.raises(ValueError, match=r"made for \(heads, size\) \(4, 24\), but these layers have \(8, 24\)"):
         paged_caches(other, of_other, 8, plain_prefill=rows.plain)
     for asked in ({"sliding_window": 8}, {"sinks": torch.zeros(4)}):
         with pytest.raises(ValueError, match=f"has {next(iter(asked))}; leave plain_prefill out"):
