@@ -161,8 +161,8 @@ class PlainLayers:
         made_for, needed = (self._own.config.num_heads, self._own.config.head_size), (self._num_heads, self._sizes.key)
         if made_for != needed:
             raise ValueError(
-                f"plain_prefill: made for (heads, size) {made_for}, but these layers have {needed}; make it of the same "
-                "model"
+                f"plain_prefill: made for (heads, size) {made_for}, but these layers have {needed}; make it of the "
+                "same model"
             )
 
     def step(self, metadata: Any) -> _PlainStep | None:
