@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncore.ops.cross_rows import check_cross_rows
 from attncore.ops.written_tensor import check_strided, check_written
 from attncore.quoted import type_name
 from attncore.show import counted
@@ -208,6 +209,8 @@ def check_step(
     """What ``AttentionImpl.check_step`` says, of a ``layer``; ``tensors`` are query, key and value."""
     config, attn_type = layer.backend.config, layer.attn_type
     check_host(attn_type, metadata)
+    if attn_type is AttentionType.ENCODER_DECODER:
+        check_cross_rows(metadata)
     num_tokens = num_tokens_of(attn_type, metadata.host)
     check_query(tensors[0], num_tokens[0])
     query: Tensor = tensors[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from attncore.ops.cross_rows import check_cross_rows
 from attncore.reference.causal import Answer, Paged, over_keys
 from attncore.show import counted
 
@@ -50,11 +51,10 @@ class CrossRows(NamedTuple):
         for name, count in counts.items():
             if count != len(lengths):
                 raise ValueError(f"metadata: {name} has {counted(count, 'row')}, but encoder_seq_lens {len(lengths)}")
-        if len(lengths) != metadata.num_reqs or len(bounds) - 1 > len(lengths):  # fewer bounds under a graph
+        check_cross_rows(metadata)
+        if len(bounds) - 1 > len(lengths):  # fewer under a graph
             raise ValueError(
-                f"metadata: encoder_seq_lens has {counted(len(lengths), 'row')} for "
-                f"{counted(metadata.num_reqs, 'request')}; views of a "
-                "mixed step of the list builder keep the whole step's encoder fields, so run such a step whole"
+                f"metadata: query_start_loc has {counted(len(bounds) - 1, 'row')}, but encoder_seq_lens {len(lengths)}"
             )
         if len(host.cross_slot_mapping) != fresh_starts[-1]:
             raise ValueError(

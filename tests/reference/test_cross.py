@@ -113,7 +113,7 @@ def test_a_step_without_encoder_fields_is_refused(name):
             {"encoder_query_start_loc": [0, 9, 10, 14]},
             "encoder_query_start_loc less 1 has 3 rows, but encoder_seq_lens 4",
         ),
-        ({"query_start_loc": [0, 5, 6, 18, 18, 19]}, "encoder_seq_lens has 4 rows for 4 requests; views of a mixed"),
+        ({"query_start_loc": [0, 5, 6, 18, 18, 19]}, "query_start_loc has 5 rows, but encoder_seq_lens 4"),
         ({"cross_slot_mapping": [4] * 13}, "cross_slot_mapping has 13 slots for the 14 encoder tokens"),
         ({"encoder_seq_lens": [9, 1, 4, 9]}, "block table row 3 has 2 columns, but needs 3 for 9 tokens"),
         (

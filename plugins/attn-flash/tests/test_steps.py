@@ -195,3 +195,17 @@ def test_a_layer_whose_queries_see_the_prefix_differently_has_no_cascade(generat
     impl = backend.impl("layers.0", scale=0.25, sliding_window=8)
     with pytest.raises(ValueError, match="cascade: this layer has a window"):
         impl.forward_cascade(*tensors(1), None, None, None)
+
+
+@pytest.mark.parametrize("view", ["prefill_metadata", "decode_metadata"])
+def test_views_of_a_mixed_step_of_the_list_builder_are_refused_by_a_cross_layer(generation: str, view: str) -> None:
+    """They keep the whole step's encoder fields, whose first row is the prompt's."""
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    impl, cache = backend.impl("layers.0", scale=0.25, attn_type="encoder_decoder"), backend.allocate_kv_cache(8)
+    prompt = SequenceGroup(True, [Sequence(0, 3, 0, [1])], encoder_seq_len=4, cross_block_table=[2])
+    decode = SequenceGroup(False, [Sequence(1, 1, 2, [3])], encoder_seq_len=5, cross_block_table=[4])
+    step = CommonMetadataBuilder(size, "flash", backend=backend, encoder_decoder=True).build([prompt, decode])
+    query, key, value = tensors(4)
+    for write in (True, False):
+        with pytest.raises(ValueError, match=r"^metadata: encoder_seq_lens has 2 rows for 1 request; views of a mixed"):
+            impl.forward(query, key, value, cache, getattr(step, view), write=write)

@@ -52,6 +52,10 @@ def test_contexts_in_chunks_in_the_interpreter():
     assert run("test_contexts_in_chunks.py", "cpu") == 2
 
 
+def test_cross_steps_in_the_interpreter():
+    assert run("test_cross_steps.py", "cpu") == 6
+
+
 @pytest.mark.parametrize("part", [f"({HALF})", f"not ({HALF})"], ids=["one half", "the other"])
 def test_the_kit_in_the_interpreter(part):
     assert run("test_conformance.py", "cpu", "-k", f"{part} and not ({SLOW_THERE})") >= 40

@@ -14,6 +14,7 @@ from attn_flash.plan import LASTING, Caches, DecoderPlans, StepPlan
 from attn_flash.segments import cross_segments, packed_segment
 from attncore import AttentionImpl, AttentionMetadata, AttentionType, CacheWriter, LayerFeatures
 from attncore.merge import merge_attention
+from attncore.ops import check_cross_rows
 
 if TYPE_CHECKING:
     from attn_flash.backend import FlashBackend
@@ -165,6 +166,7 @@ class FlashImpl(AttentionImpl):
             if with_lse and (metadata.use_cuda_graph or not metadata.host.seq_lens.all()):
                 lengths = metadata.seq_lens
         elif self.attn_type is AttentionType.ENCODER_DECODER:
+            check_cross_rows(metadata)
             num_keys = int(metadata.host.encoder_query_start_loc[-1])
             if key is None and (not write or not num_keys):
                 key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))

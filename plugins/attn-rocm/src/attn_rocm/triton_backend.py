@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_rocm.base import RocmBackend, RocmImpl
 from attn_rocm.launch import LOG2E, Keys, Launcher, Scoring
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
+from attncore.ops import check_cross_rows
 
 
 class TritonImpl(RocmImpl):
@@ -132,11 +133,14 @@ class TritonImpl(RocmImpl):
 
     def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, *, write: bool) -> Keys:
         """Of a cross layer: an encoder's, written to the cache in the step that brings them."""
+        check_cross_rows(metadata)
         table, lengths, longest = metadata.cross_block_table, metadata.encoder_seq_lens, metadata.max_encoder_seq_len
         starts = metadata.encoder_query_start_loc
         if kv_cache is None:
             return _fresh_keys(lengths, longest, key, value, starts)
         slots = metadata.cross_slot_mapping
+        if len(slots) and (write or metadata.from_groups):  # prompts of the list builder have no table
+            _check_given(key, value)
         caches = self.written(key, value, kv_cache, slots, write=write and key is not None)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
@@ -155,10 +159,13 @@ def _optional(metadata: AttentionMetadata, name: str) -> Tensor | None:
 
 
 def _check_given(key: Any, value: Any) -> None:
-    """ValueError where prompts of the list builder, which may have no table, have no keys either."""
+    """ValueError where keys that are written, or read of rows without a block table, are not given."""
     for name, given in (("key", key), ("value", value)):
         if given is None:
-            raise ValueError(f"{name}: None found; rows without a block table attend this step's own, so give them")
+            raise ValueError(
+                f"{name}: None found; this step's own are written, or attended in rows without a block table, so give "
+                "them"
+            )
 
 
 def _fresh_keys(

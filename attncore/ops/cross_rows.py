@@ -1,0 +1,22 @@
+"""Whether a cross layer finds each request's encoder tokens in the row of the request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncore.show import counted
+
+if TYPE_CHECKING:
+    from attncore.abstract.attention_metadata import AttentionMetadata
+
+
+def check_cross_rows(metadata: AttentionMetadata) -> None:
+    """Raise ValueError where the encoders' fields of a step have other rows than its requests, as in views of a mixed
+    step of the list builder: a cross layer would attend another request's encoder tokens. It waits for no device.
+    """
+    rows, requests = len(metadata.encoder_seq_lens), metadata.num_reqs
+    if rows != requests:
+        raise ValueError(
+            f"metadata: encoder_seq_lens has {counted(rows, 'row')} for {counted(requests, 'request')}; views of a "
+            "mixed step of the list builder keep the whole step's encoder fields, so run such a step whole"
+        )
