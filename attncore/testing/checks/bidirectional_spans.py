@@ -21,6 +21,7 @@ __all__ = [
     "test_spans_of_any_shape",
     "test_spans_over_random_batches",
     "test_spans_with_a_feature",
+    "test_spans_without_a_cache",
 ]
 
 SHAPES = {
@@ -133,6 +134,21 @@ def test_spans_with_a_feature(attncore_subject: Subject, feature: str) -> None:
     engine.step({"new": 30, "chunk": 30})
     if "decode" in attncore_subject.form.phases:
         engine.step({"new": 1, "chunk": 1})
+
+
+@covers("bidirectional_spans")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_spans_without_a_cache(attncore_subject: Subject, shape: str) -> None:
+    """A step of the prompts' own tokens (``new_tokens_metadata``), which has no cache and no table."""
+    attncore_subject.require("bidirectional_spans")
+    attncore_subject.require_phase("prefill")
+    engine = SpanEngine(attncore_subject.backend())
+    tokens, spans = SHAPES[shape]
+    for name in ("plain", "spans", "again"):
+        engine.add(name, tokens)
+        if name != "plain":
+            engine.set_spans(name, spans)
+    engine.step_without_cache({"plain": 5, "spans": tokens, "again": tokens})
 
 
 @covers("bidirectional_spans")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.builder import MetadataBuilder
+from attncore.builder import MetadataBuilder, new_tokens_metadata
 from attncore.dense import dense_attention
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE
+from attncore.testing.engines.steps_on_device import planned
 
 if TYPE_CHECKING:
     pass
@@ -36,6 +37,13 @@ class SpanEngine(Engine):
     def set_spans(self, name: Hashable, spans: Spans) -> None:
         """Give a request, of which nothing is computed, its spans."""
         self.batch.set_spans(name, spans)
+
+    def step_without_cache(self, scheduled: Mapping[Hashable, int]) -> None:
+        """Run prompts as a step of their own tokens, handed over without a cache and without a table; the last step."""
+        step = self.builder.build(self.scheduled(dict(scheduled)))
+        requests = [StepRequest(name, scheduled[name], 0) for name in step.req_ids]
+        self.kv_cache = None
+        self.run_step(planned(self.backend, new_tokens_metadata(step)), requests)
 
     def whole(self, name: Hashable, most: int) -> list[int]:
         """How many of a request's next ``most`` tokens make a chunk that cuts no span."""
