@@ -30,6 +30,7 @@ MISTAKES = {
     "explain --max-model-len 0": "--max-model-len: 0 is below 1",
     "explain --logits-soft-cap nan": "--logits-soft-cap: nan is not a positive number",
     "bench reference --device foo": "--device: 'foo' cannot be used here: torch has no such device; give one that this",
+    "bench reference --device mkldnn": "--device: 'mkldnn' cannot be used here: torch has no such device; give one",
     "bench reference --device cuda:99": "--device: 'cuda:99' cannot be used here: ",
     "bench reference --seconds 0.01 --strict": "--strict: --seconds 0.01 is too short to compare runs",
 }

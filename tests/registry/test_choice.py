@@ -51,6 +51,7 @@ def test_options_that_the_spec_does_not_declare(site):
         ({"device": np.zeros(2)}, ValueError, "device: array.* is not a device as torch writes it"),
         ({"device": ""}, ValueError, "device: '' is not a device as torch writes it"),
         ({"device": "npu"}, ValueError, "device: 'npu' cannot be used here: "),
+        ({"device": "mkldnn:0"}, ValueError, "device: 'mkldnn:0' cannot be used here: torch has no such device; give"),
         ({"device": "cuda:99"}, ValueError, "device: 'cuda:99' cannot be used here: "),
         ({"device": "cudo"}, ValueError, "device: 'cudo' cannot be used here: torch has no such device.*mean cuda"),
     ],

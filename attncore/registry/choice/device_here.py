@@ -18,10 +18,13 @@ def device_problem(device: str) -> str | None:
 def _problem(device: str) -> str | None:
     import torch
 
+    kind = device.partition(":")[0]
     try:
+        if kind == "mkldnn":  # torch has given it up, and would warn on standard error
+            raise RuntimeError
         torch.device(device)
     except RuntimeError:  # its text lists every kind of device that there ever was
-        hint = did_you_mean(device.partition(":")[0], ("cpu", "cuda"))
+        hint = did_you_mean(kind, ("cpu", "cuda"))
         return f"{quoted(device)} cannot be used here: torch has no such device{hint}"
     try:
         torch.empty(1, device=device)
