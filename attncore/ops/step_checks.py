@@ -210,7 +210,7 @@ def check_step(
     config, attn_type = layer.backend.config, layer.attn_type
     check_host(attn_type, metadata)
     if attn_type is AttentionType.ENCODER_DECODER:
-        check_cross_rows(metadata)
+        check_cross_rows(metadata, len(metadata.host.encoder_query_start_loc) - 1)
     num_tokens = num_tokens_of(attn_type, metadata.host)
     check_query(tensors[0], num_tokens[0])
     query: Tensor = tensors[0]

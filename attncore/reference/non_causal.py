@@ -51,7 +51,7 @@ class CrossRows(NamedTuple):
         for name, count in counts.items():
             if count != len(lengths):
                 raise ValueError(f"metadata: {name} has {counted(count, 'row')}, but encoder_seq_lens {len(lengths)}")
-        check_cross_rows(metadata)
+        check_cross_rows(metadata, len(lengths))
         if len(bounds) - 1 > len(lengths):  # fewer under a graph
             raise ValueError(
                 f"metadata: query_start_loc has {counted(len(bounds) - 1, 'row')}, but encoder_seq_lens {len(lengths)}"

@@ -166,7 +166,7 @@ class FlashImpl(AttentionImpl):
             if with_lse and (metadata.use_cuda_graph or not metadata.host.seq_lens.all()):
                 lengths = metadata.seq_lens
         elif self.attn_type is AttentionType.ENCODER_DECODER:
-            check_cross_rows(metadata)
+            check_cross_rows(metadata, len(metadata.encoder_seq_lens))
             num_keys = int(metadata.host.encoder_query_start_loc[-1])
             if key is None and (not write or not num_keys):
                 key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))

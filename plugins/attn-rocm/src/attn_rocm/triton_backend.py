@@ -133,7 +133,7 @@ class TritonImpl(RocmImpl):
 
     def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, *, write: bool) -> Keys:
         """Of a cross layer: an encoder's, written to the cache in the step that brings them."""
-        check_cross_rows(metadata)
+        check_cross_rows(metadata, len(metadata.encoder_seq_lens))
         table, lengths, longest = metadata.cross_block_table, metadata.encoder_seq_lens, metadata.max_encoder_seq_len
         starts = metadata.encoder_query_start_loc
         if kv_cache is None:
