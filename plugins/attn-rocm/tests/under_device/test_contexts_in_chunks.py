@@ -18,10 +18,10 @@ REQUESTS = {"a": (6, 14, [(8, 11), (11, 15)]), "b": (0, 7, [(2, 6)]), "c": (21, 
 BLOCK = 16
 
 
-def backend(name):
+def backend(name, device=None):
     request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": BLOCK}
     features = {"bidirectional_spans", "lse", "encoder_decoder"}
-    return attncore.select(**request, features=features, backend=name).create()
+    return attncore.select(**request, features=features, backend=name).create(device)
 
 
 def prefills(backend, spans):
@@ -38,7 +38,7 @@ def prefills(backend, spans):
 def test_the_parts_are_the_step(spans):
     """A token in a span sees those behind it there, with a context and without a cache as elsewhere."""
     torch.manual_seed(0)
-    rocm, reference = backend("rocm"), backend("reference")
+    rocm, reference = backend("rocm"), backend("reference", "cpu")
     context = torch.randn(2, 8 * BLOCK, 2, 16)
     query, key, value = (torch.randn(26, heads, 16) for heads in (4, 2, 2))
 
