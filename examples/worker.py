@@ -17,14 +17,7 @@ import torch
 from mixed_steps import MixedSteps
 from run import SampledTokens
 
-from attncore import (
-    AttentionRequest,
-    AttentionType,
-    InputBatch,
-    KVCacheGroup,
-    MetadataBuilder,
-    StateGroup,
-)
+from attncore import AttentionRequest, AttentionType, InputBatch, KVCacheGroup, MetadataBuilder, StateGroup
 from attncore.arguments import integer, optional_integer
 from attncore.builder import ContextParallel
 from attncore.did_you_mean import did_you_mean

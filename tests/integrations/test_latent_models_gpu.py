@@ -63,6 +63,7 @@ def served(model, prompts, backend, plain=None):
         metadata = builder.build(step)
         names = [row for row in metadata.req_ids if step[row]]
         tokens = [prompts[row][seen[row] : seen[row] + step[row]] for row in names]
+        assert caches.runs_plainly(metadata) is (plain is not None)
         run(torch.tensor([list(itertools.chain.from_iterable(tokens))], device="cuda"), metadata)
         seen = {row: seen[row] + step[row] for row in seen}
     ids = torch.zeros(1, len(prompts), dtype=torch.int64, device="cuda")
@@ -79,8 +80,10 @@ def served(model, prompts, backend, plain=None):
     return logits[torch.tensor([metadata.req_ids.index(row) for row in range(len(prompts))], device="cuda")].float()
 
 
+@pytest.mark.parametrize("plainly", [None, "flash", "rocm"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_as_right_as_those_of_eager(name):
+def test_logits_are_as_right_as_those_of_eager(name, plainly):
+    """Absorbed, and with prompts by keys and values of every head over another backend, their contexts in chunks."""
     model = latent_model(name, **SHAPE).cuda()
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -90,15 +93,9 @@ def test_logits_are_as_right_as_those_of_eager(name):
     use_latent_caches(model)
     try:
         choice = select_for_model(model, backend="flashinfer", block_size=BLOCK, cuda_graph="uniform_decode")
+        asked = {"backend": plainly, "least_saved": 0, "workspace_tokens": 128}
+        plain = None if plainly is None else plain_prefill(model, **asked)
     except NoBackendError as error:
-        pytest.skip(f"flashinfer: {error}")
-    found = (served(model, prompts, choice.create()) - exact).abs().max()
+        pytest.skip(str(error))
+    found = (served(model, prompts, choice.create(), plain) - exact).abs().max()
     assert found <= 2 * usual, f"{found} from float32's, eager's in bfloat16 are {usual}"
-    for backend in ("flash", "rocm"):
-        try:
-            plain = plain_prefill(model, backend=backend, least_saved=0, workspace_tokens=128)
-        except NoBackendError as error:
-            print(f"no plain prefill by {backend}: {error}")
-            continue
-        found = (served(model, prompts, choice.create(), plain) - exact).abs().max()
-        assert found <= 2 * usual, f"plainly by {backend}: {found} from float32's, eager's in bfloat16 are {usual}"

@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attncore.arguments import integer
-from attncore.builder import (
-    CommonAttentionMetadata,
-    context_chunk_metadata,
-    context_chunks,
-    new_tokens_metadata,
-)
+from attncore.builder import CommonAttentionMetadata, context_chunk_metadata, context_chunks, new_tokens_metadata
 from attncore.builder.device_slices import host_lengths_of
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.merge import merge_attention
@@ -193,7 +188,6 @@ class PlainLayers:
         if decodes is not None:
             self._latent.plan(decodes)
         own = new_tokens_metadata(prefills, self._own)
-        own.from_groups = True  # of prompts without a table
         self._own.plan(own)
         return _PlainStep(
             slice(first, first + metadata.num_prefill_tokens),

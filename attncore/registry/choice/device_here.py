@@ -18,19 +18,26 @@ def device_problem(device: str) -> str | None:
 def _problem(device: str) -> str | None:
     import torch
 
-    kind = device.partition(":")[0]
-    try:
-        if kind == "mkldnn":  # torch has given it up, and would warn on standard error
-            raise RuntimeError
-        torch.device(device)
-    except RuntimeError:  # its text lists every kind of device that there ever was
-        hint = did_you_mean(kind, ("cpu", "cuda"))
+    if not _is_known(device):
+        hint = did_you_mean(device.partition(":")[0], ("cpu", "cuda"))
         return f"{quoted(device)} cannot be used here: torch has no such device{hint}"
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # what torch raises for these
         return f"{quoted(device)} cannot be used here: {one_line(str(error).partition(chr(10))[0])}"
     return None
+
+
+def _is_known(device: str) -> bool:
+    import torch
+
+    if device.partition(":")[0] == "mkldnn":  # torch has given it up, and would warn on standard error
+        return False
+    try:
+        torch.device(device)
+    except RuntimeError:  # its text lists every kind of device that there ever was
+        return False
+    return True
 
 
 def host_device_problem(host: Host) -> str | None:
