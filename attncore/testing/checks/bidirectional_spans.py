@@ -70,12 +70,7 @@ def test_spans_of_any_shape(attncore_subject: Subject, shape: str) -> None:
     """One span, all of a prompt, several that touch; beside a prompt without, and behind another prompt's tokens."""
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill")
-    engine = SpanEngine(attncore_subject.backend())
-    tokens, spans = SHAPES[shape]
-    for name in ("plain", "spans", "again"):
-        engine.add(name, tokens + 1)
-        if name != "plain":
-            engine.set_spans(name, spans)
+    engine, tokens = _of_shape(attncore_subject, shape)
     engine.step({"plain": 5})
     engine.step({"plain": tokens - 5, "spans": tokens, "again": tokens})
 
@@ -142,13 +137,19 @@ def test_spans_without_a_cache(attncore_subject: Subject, shape: str) -> None:
     """A step of the prompts' own tokens (``new_tokens_metadata``), which has no cache and no table."""
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill")
-    engine = SpanEngine(attncore_subject.backend())
+    engine, tokens = _of_shape(attncore_subject, shape)
+    engine.step_without_cache({"plain": 5, "spans": tokens, "again": tokens})
+
+
+def _of_shape(subject: Subject, shape: str) -> tuple[SpanEngine, int]:
+    """An engine with a prompt without spans and two of a shape of SHAPES, and how many tokens that has."""
+    engine = SpanEngine(subject.backend())
     tokens, spans = SHAPES[shape]
     for name in ("plain", "spans", "again"):
-        engine.add(name, tokens)
+        engine.add(name, tokens + 1)
         if name != "plain":
             engine.set_spans(name, spans)
-    engine.step_without_cache({"plain": 5, "spans": tokens, "again": tokens})
+    return engine, tokens
 
 
 @covers("bidirectional_spans")

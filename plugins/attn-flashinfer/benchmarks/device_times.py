@@ -43,6 +43,23 @@ def times(graphs: dict[str, Any], count: int, rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(one), 3) for name, one in taken.items()}
 
 
+def compared(makers: dict[str, Callable[[], Callable[[], Any]]], count: int, rounds: int) -> dict[str, Any]:
+    """``times`` of graphs of the calls that ``makers`` make; under ``NAME_error`` why one does not run, or differs from
+    the first.
+    """
+    calls, graphs, errors, expected = {}, {}, {}, None  # calls own what their graphs read
+    for name, make in makers.items():
+        try:
+            calls[name] = make()
+            found = calls[name]().float()
+            expected = found if expected is None else expected
+            torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+            graphs[name] = graph_of(calls[name], count)
+        except Exception as error:
+            errors[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
+    return times(graphs, count, rounds) | errors
+
+
 class Report:
     """Rows of a run, printed as they come and saved with the machine's description where a file is given."""
 

@@ -1,27 +1,27 @@
 """Latent attention (MLA) by FlashAttention 3 beside FlashInfer: bare calls, device time, by turns; medians.
 
-    python plugins/attn-flash/benchmarks/latent.py [--save FILE]
+    python plugins/attn-flashinfer/benchmarks/latent_kernels.py [--save FILE]
 
 Rows of 576, of which 512 are the values, bfloat16, pages of 64. FlashAttention 3 takes the rotated 64 columns as keys,
 the others as values, and their part of the queries as ``q_v``. A row of the report is one setting of query heads,
-requests, tokens of each and context; microseconds of one call in a CUDA graph. Needs vLLM's wheel, for its kernels, and
-flashinfer-python.
+requests, tokens of each and context; microseconds of one call in a CUDA graph: ``flash`` is FlashAttention 3 of vLLM's
+wheel, by the plugin attn-flash, ``fa3`` and ``fa2`` are FlashInfer's kernels of these names.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from attn_flash.generation3_vllm import load
+from attn_flashinfer import modules
+from device_times import Report, compared
 
-ROW, VALUES, PAGE, CALLS, ROUNDS, WARM_UP = 576, 512, 64, 4, 20, 5
+ROW, VALUES, PAGE, CALLS, ROUNDS = 576, 512, 64, 4, 20
 SCALE = 192**-0.5
 SETTINGS = [
     (heads, requests, tokens, context)
@@ -73,55 +73,16 @@ class Step:
         return lambda: wrapper.run(query=self.query, kv_cache=self.cache, out=output)
 
 
-def measured(step: Step) -> dict[str, Any]:
-    """Medians of the calls that run, and why others do not."""
-    calls: dict[str, Callable[[], Any]] = {}
-    graphs, row, expected = {}, {}, None
-    makers = {"fa3": lambda: step.flashinfer("fa3"), "fa2": lambda: step.flashinfer("fa2"), "flash": step.flash}
-    for name, make in makers.items():
-        try:
-            call = calls[name] = make()
-            found = call()
-            found = found[0] if isinstance(found, tuple) else found
-            expected = found.float() if expected is None else expected
-            torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            gc.disable()
-            with torch.cuda.graph(graph):
-                for _ in range(CALLS):
-                    call()
-            gc.enable()
-            graphs[name] = graph
-        except Exception as error:
-            row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: dict[str, list[float]] = {name: [] for name in graphs}
-    for index in range(ROUNDS + WARM_UP):
-        for name, graph in graphs.items():
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            if index >= WARM_UP:
-                taken[name].append(first.elapsed_time(last) * 1000 / CALLS)
-    return {name: round(statistics.median(one), 2) for name, one in taken.items()} | row
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    report = Report(args.save, cuda=str(torch.version.cuda), flashinfer=modules.version())
     for heads, requests, tokens, context in SETTINGS:
-        step = Step(heads, requests, tokens, context)
         asked = {"heads": heads, "requests": requests, "tokens": tokens, "context": context}
-        rows.append(asked | measured(step))
-        print(json.dumps(rows[-1]), flush=True)
-        if args.save:
-            said = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-            args.save.write_text(json.dumps(said, indent=1) + "\n")
-        del step
+        step = Step(heads, requests, tokens, context)
+        fa3, fa2 = (partial(step.flashinfer, kernels) for kernels in ("fa3", "fa2"))
+        report.add(asked | compared({"fa3": fa3, "fa2": fa2, "flash": step.flash}, CALLS, ROUNDS))
         torch.cuda.empty_cache()
 
 
