@@ -1,13 +1,14 @@
 """The same steps by each backend that can be used here, turn by turn in one process: which one should come first?
 
-    python benchmarks/steps_of_each_backend.py [--backends NAME[:GENERATION],...] [--save FILE]
+    python benchmarks/steps_of_each_backend.py [--backends NAME[:GENERATION],...] [--latent HEADS] [--save FILE]
 
 Decode steps (captured, where the backend can be), an eager step of prefills beside decodes, and a prefill; of one layer
 and of many. Medians, in microseconds: ``build`` and ``run`` are the host's (build with plan and send; replay, or each
 layer's forward), ``done`` is until the device is, ``device`` is the device's part alone, between events, the host's
 time hidden behind a sleep. Each backend has the block size that it prefers, caches of its own that do not fit the
-device's cache, and the same requests. ``--device cpu --tiny`` tries the code without a GPU; its figures mean nothing.
-Exit code 1 where a backend failed or left some of its output unwritten.
+device's cache, and the same requests. ``--latent`` gives the layers latent caches (MLA) and so many query heads.
+``--device cpu --tiny`` tries the code without a GPU; its figures mean nothing. Exit code 1 where a backend failed or
+left some of its output unwritten.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import warnings
 from pathlib import Path
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +32,7 @@ from gpu_work import captured, synchronize
 import attncore
 from attncore import InputBatch, MetadataBuilder
 
-HEADS, KV_HEADS, SIZE, DTYPE = 32, 8, 128, "bfloat16"
+DTYPE = "bfloat16"
 SHORTEST, LONGEST = 512, 4096
 MODEL_LEN = 8448  # what a captured step has to allow for; of whole blocks of 16, 128 and 256
 CACHE_BYTES = 12 << 30  # of one backend, in a case: its layers share what does not fit
@@ -47,6 +49,25 @@ LIBRARIES = (
     "attn-flashinfer",
 )
 FIGURES = ("build", "run", "done", "device")
+
+
+class Shape(NamedTuple):
+    """A layer's heads, as a request has them."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    head_size_v: int = 128
+    use_mla: bool = False
+
+    def __str__(self):
+        rows = f", of which {self.head_size_v} are the values (a latent cache)" if self.use_mla else ""
+        return f"{self.num_heads} heads over {self.num_kv_heads} of {self.head_size}{rows}"
+
+
+def latent(heads):
+    """Rows as DeepSeek's models have them."""
+    return Shape(int(heads), 1, 576, 512, True)
 
 
 class Case:
@@ -80,6 +101,7 @@ class Engine:
     """A backend at a case: the same step again and again, its tokens taken back in between."""
 
     def __init__(self, backend, case, device):
+        config = backend.config
         self.backend, self.case, self.device = backend, case, device
         self.graph = case.graph and backend.config.spec.cuda_graph != "never"
         size = backend.config.block_size
@@ -89,24 +111,26 @@ class Engine:
         order = (torch.randperm(sum(counts), generator=draw) + 1).tolist()
         self.batch = InputBatch(max_num_reqs=len(lengths), max_model_len=MODEL_LEN, block_size=size)
         self.tokens = sum(tokens for _, tokens in case.rows)
-        self.impls = [backend.impl(f"layers.{index}", scale=SIZE**-0.5) for index in range(case.layers)]
+        self.impls = [backend.impl(f"layers.{index}", scale=128**-0.5) for index in range(case.layers)]
         self.builder = MetadataBuilder(self.batch, backend, max_num_batched_tokens=max(self.tokens, 256))
         for index, ((context, _), count) in enumerate(zip(case.rows, counts, strict=True)):
             self.batch.add_request(index, [order.pop() for _ in range(count)], context)
         self.scheduled = {index: tokens for index, (_, tokens) in enumerate(case.rows)}
         self.bucket = len(lengths) if self.graph else None
-        nbytes = 2 * (sum(counts) + 2) * size * KV_HEADS * SIZE * 2
+        values = 0 if config.use_mla else config.head_size_v or config.head_size
+        nbytes = (sum(counts) + 2) * size * config.num_kv_heads * (config.head_size + values) * 2
         self.caches = [
             backend.allocate_kv_cache(sum(counts) + 1) for _ in range(min(case.layers, max(1, CACHE_BYTES // nbytes)))
         ]
         for cache in self.caches:
             cache.normal_()
         draw.manual_seed(1)
-        self.tensors = [
-            torch.randn(self.tokens, heads, SIZE, generator=draw).to(device, torch.bfloat16)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        ]
-        self.output = torch.full_like(self.tensors[0], float("nan"))
+        size_v, kv_heads = config.head_size_v or config.head_size, config.num_kv_heads
+        sizes = (config.num_heads, config.head_size), (kv_heads, config.head_size), (kv_heads, size_v)
+        self.tensors = [torch.randn(self.tokens, *size, generator=draw).to(device, torch.bfloat16) for size in sizes]
+        if config.use_mla:
+            self.tensors[2] = None
+        self.output = self.tensors[0].new_full((self.tokens, config.num_heads, size_v), float("nan"))
         self.booked = False
         if self.graph:
             self._capture()
@@ -239,9 +263,7 @@ def selected(args):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # whatever a library's import warns of
-                choice = attncore.select(
-                    num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=DTYPE, backend=name, **options
-                )
+                choice = attncore.select(**args.shape._asdict(), dtype=DTYPE, backend=name, **options)
                 create = functools.partial(choice.create, device=args.device)
                 create()
             found[asked] = create
@@ -279,6 +301,9 @@ def table(found, names):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", default="flash:4,flash:2,flashinfer", help="NAME or NAME:GENERATION, by commas")
+    parser.add_argument(
+        "--latent", type=latent, default=Shape(), dest="shape", metavar="HEADS", help="query heads over latent caches"
+    )
     parser.add_argument("--rounds", type=int, default=40, help="turns of every backend (default 40)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--tiny", action="store_true", help="short contexts, few requests: does it work?")
@@ -297,7 +322,7 @@ def main(argv=None):
         parser.error(f"--backends: none can be used here: {missing}")
     found = {
         "machine": machine() | {"versions": versions()},
-        "what": f"{DTYPE}, {HEADS} heads over {KV_HEADS} of {SIZE}, contexts {SHORTEST} to {LONGEST} of at "
+        "what": f"{DTYPE}, {args.shape}, contexts {SHORTEST} to {LONGEST} of at "
         f"most {MODEL_LEN}, the backends in turn; medians of {args.rounds}, us" + (", tiny" if args.tiny else ""),
         "not_here": missing,
         "cases": {},

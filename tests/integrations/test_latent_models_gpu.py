@@ -1,4 +1,4 @@
-"""On a CUDA device, in bfloat16: models with latent attention over latent caches, by FlashInfer's kernels."""
+"""On a CUDA device, in bfloat16: models with latent attention over latent caches, by each library that reads them."""
 
 import itertools
 
@@ -80,9 +80,12 @@ def served(model, prompts, backend, plain=None):
     return logits[torch.tensor([metadata.req_ids.index(row) for row in range(len(prompts))], device="cuda")].float()
 
 
-@pytest.mark.parametrize("plainly", [None, "flash", "rocm"])
+@pytest.mark.parametrize(
+    ("absorbed", "plainly"),
+    [("flashinfer", None), ("flashinfer", "flash"), ("flashinfer", "rocm"), ("flash", None), ("flash", "flash")],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_as_right_as_those_of_eager(name, plainly):
+def test_logits_are_as_right_as_those_of_eager(name, absorbed, plainly):
     """Absorbed, and with prompts by keys and values of every head over another backend, their contexts in chunks."""
     model = latent_model(name, **SHAPE).cuda()
     generator = torch.Generator().manual_seed(1)
@@ -92,7 +95,7 @@ def test_logits_are_as_right_as_those_of_eager(name, plainly):
     usual = (alone(model, prompts) - exact).abs().max()
     use_latent_caches(model)
     try:
-        choice = select_for_model(model, backend="flashinfer", block_size=BLOCK, cuda_graph="uniform_decode")
+        choice = select_for_model(model, backend=absorbed, block_size=BLOCK, cuda_graph="uniform_decode")
         asked = {"backend": plainly, "least_saved": 0, "workspace_tokens": 128}
         plain = None if plainly is None else plain_prefill(model, **asked)
     except NoBackendError as error:

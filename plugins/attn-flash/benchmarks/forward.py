@@ -1,8 +1,10 @@
 """What ``forward`` adds to the bare library call and the same cache write, and what a step costs the host. On a GPU.
 
-    python forward.py [--generation 2|3|4] [--block-size N] [--save FILE.json]
+    python forward.py [--generation 2|3|4] [--latent HEADS] [--block-size N] [--save FILE.json]
 
 Both are timed in one run, turn by turn: host time of a call, device time by a captured graph of ten calls. Medians.
+``--latent``: over latent caches (MLA), so many query heads. There the library takes the queries in two parts: ``bare``
+makes them of the one tensor that a layer is given, for ``bare, parts given`` they are made before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +27,8 @@ import attncore
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.ops.cache_writer import CacheWriter
 
-HEADS, KV_HEADS, SIZE, LONGEST = 32, 8, 128, 4800
-SCALE = SIZE**-0.5
+LONGEST = 4800
+SCALE = 128**-0.5
 KINDS: dict[str, list[tuple[int, int]]] = {
     **{f"decode {count}": [(-1, 1)] * count for count in (1, 64, 256)},
     "prefill 4 x 1024": [(0, 1024)] * 4,
@@ -34,6 +36,29 @@ KINDS: dict[str, list[tuple[int, int]]] = {
     "64 decodes, a chunk of 512": [*[(-1, 1)] * 64, (-1, 512)],
 }
 """Requests of (context, tokens); -1: a random context below LONGEST."""
+
+
+class Shape(NamedTuple):
+    """A layer's heads, as a request has them."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    head_size_v: int = 128
+    use_mla: bool = False
+
+
+def latent(heads: str) -> Shape:
+    """Rows as DeepSeek's models have them."""
+    return Shape(int(heads), 1, 576, 512, True)
+
+
+def tensors(config: Any, tokens: int) -> list[Any]:
+    """Query, key and value of a layer; no value over latent caches."""
+    kv_heads, size = config.num_kv_heads, config.head_size
+    sizes = (config.num_heads, size), (kv_heads, size), (kv_heads, size)
+    made = [torch.randn(tokens, *one, device="cuda").bfloat16() for one in sizes]
+    return [*made[:2], None] if config.use_mla else made
 
 
 class Case:
@@ -58,12 +83,13 @@ class Case:
         self.metadata = self.builder.build(self.scheduled)
         self.impl, self.next_impl = (backend.impl(f"layers.{index}", scale=SCALE) for index in range(2))
         tokens = self.metadata.num_tokens
-        self.tensors = [
-            torch.randn(tokens, heads, SIZE, device="cuda").bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)
-        ]
-        self.output = torch.empty_like(self.tensors[0])
+        self.tensors = tensors(backend.config, tokens)
+        self.output = self.tensors[0].new_empty((*self.tensors[0].shape[:2], backend.config.head_size_v or 128))
         self.bare = self._bare(backend, together=False)
         self.calls = {"bare": self.bare, "forward": self.forward, "into output": self.into}
+        if backend.config.use_mla:
+            self.calls["bare, parts given"], self.bare = self.bare, self._bare_latent(backend)
+            self.calls["bare"] = self.bare
         if self.metadata.num_prefills and self.metadata.num_decode_tokens and backend.generation == "2":
             self.calls["one bare call"] = self._bare(backend, together=True)
 
@@ -98,6 +124,8 @@ class Case:
         the one call that it could be.
         """
         metadata, (_, key, value) = self.metadata, self.tensors
+        if value is None:
+            value = key[..., : backend.config.head_size_v]
         caches, writer, slots = backend.kv_cache_views(self.cache), CacheWriter(), metadata.slot_mapping
         decodes, rows = metadata.num_reqs - metadata.num_prefills, metadata.num_reqs
         if backend.generation != "2" or together or decodes in (0, rows):
@@ -123,6 +151,21 @@ class Case:
 
         return call
 
+    def _bare_latent(self, backend: Any) -> Callable[[], Any]:
+        """The one call over latent rows and the cache write, the parts of the queries made by it."""
+        metadata, (query, key, _) = self.metadata, self.tensors
+        kernel, args, _ = self._rows(backend, 0, metadata.num_reqs, metadata.num_prefills == 0)
+        writer, rows, slots = CacheWriter(), backend.kv_cache_views(self.cache)[0], metadata.slot_mapping
+        sizes = backend.config.head_size_v, backend.config.head_size - backend.config.head_size_v
+        between, behind = args[1:5], args[6:]
+
+        def call() -> Any:
+            writer(key, key, rows, rows, slots)
+            content, rotated = query.split_with_sizes(sizes, 2)
+            return kernel(rotated, *between, content, *behind)
+
+        return call
+
     def _rows(self, backend: Any, first: int, last: int, decodes: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The library's function for rows of the step, and its arguments."""
         metadata, (query, key, value), library = self.metadata, self.tensors, backend._library
@@ -135,10 +178,14 @@ class Case:
         if backend.generation.startswith("3"):
             packed = not decodes and not host.context_lens[first:last].any()
             given = (query, key, value) if packed else (query, *caches)
+            content = None
+            if (size_v := backend.config.head_size_v) and backend.config.use_mla:
+                rows, values = (key, key[..., :size_v]) if packed else caches
+                given, content = (query[..., size_v:], rows[..., size_v:], values), query[..., :size_v]
             lengths_of_keys = (starts, None, None, None) if packed else (None, None, None, lengths)
             longest_query = 1 if decodes else metadata.max_query_len
             args = (
-                *given, None, None, None, None, starts, *lengths_of_keys, longest_query, longest,
+                *given, None, None, content, None, starts, *lengths_of_keys, longest_query, longest,
                 None if packed else table, *[None] * 8, SCALE, True, -1, -1, *library.before_cap, 0.0, True, None, 0,
                 None, 0, *library.last(None),
             )  # fmt: skip
@@ -257,16 +304,16 @@ def replays(backend: Any, counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256)) ->
         for index in range(count):
             ids = list(range(1 + index * blocks, 1 + (index + 1) * blocks))
             batch.add_request(index, ids, int(torch.randint(1, LONGEST - 500, (1,), generator=generator)))
-        tensors = [torch.randn(count, heads, SIZE, device="cuda").bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        given = tensors(backend.config, count)
         metadata = builder.capture(count)
-        impl.forward(*tensors, cache, metadata)
+        impl.forward(*given, cache, metadata)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         gc.collect()
         gc.disable()
         with torch.cuda.graph(graph):
             metadata.record()
-            impl.forward(*tensors, cache, metadata)
+            impl.forward(*given, cache, metadata)
         gc.enable()
         eager: list[float] = []
         for _ in range(60):
@@ -297,12 +344,15 @@ def replays(backend: Any, counts: tuple[int, ...] = (1, 8, 32, 64, 128, 256)) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generation", choices=("2", "3", "4"), default="2")
+    parser.add_argument(
+        "--latent", type=latent, default=Shape(), dest="shape", metavar="HEADS", help="query heads over latent caches"
+    )
     parser.add_argument("--block-size", type=int, help="tokens of a block; the preferred one by default")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     choice = attncore.select(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="bfloat16", backend="flash",
-        options={"flash": {"generation": args.generation}}, block_size=args.block_size,
+        **args.shape._asdict(), dtype="bfloat16", backend="flash", block_size=args.block_size,
+        options={"flash": {"generation": args.generation}},
     )  # fmt: skip
     backend: Any = choice.create()
     found: dict[str, Any] = {
@@ -316,7 +366,7 @@ def main() -> None:
         },
         "library": backend.probed.library,
         "block_size": backend.config.block_size,
-        "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": "bfloat16", "longest": LONGEST},
+        "shape": {**args.shape._asdict(), "dtype": "bfloat16", "longest": LONGEST},
         "forward": {},
     }
     with torch.inference_mode():

@@ -18,12 +18,14 @@ COMPILES = (
 )
 
 
-def subject(generation: str) -> Subject:
-    """The kit's subject where only ``generation`` is installed; a skip where it is not."""
+def subject(generation: str, *, use_mla: bool = False) -> Subject:
+    """The kit's subject where only ``generation`` is installed, with ``use_mla`` over latent caches; a skip where it is
+    not.
+    """
     if probe_results.library(generation) is None:
         pytest.skip(f"{probe_results.DISTRIBUTIONS[generation]} is not installed")
     probe.again(generation, torch.device("cuda", 0))
     load.forget()  # the spec is made of what was found
     others = probe_results.DISTRIBUTIONS.keys() - {generation}
     host = dataclasses.replace(Host.probe(), packages={probe_results.DISTRIBUTIONS[other]: "" for other in others})
-    return Subject("flash", host=host)
+    return Subject("flash", host=host, use_mla=use_mla)

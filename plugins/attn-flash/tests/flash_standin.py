@@ -208,7 +208,7 @@ class Generation3:
         """Rows of any lengths, over packed keys or a paged cache; queries of fp8 over a cache of fp8."""
         self.calls.append({name: part for name, part in locals().items() if name != "self"})
         fp8 = torch.float8_e4m3fn
-        if (k_new, v_new, q_v, cu_seqlens_k_new, kv_batch_idx, leftpad_k, rotary_cos, cp_tot_seqused_k) != (None,) * 8:
+        if (k_new, v_new, cu_seqlens_k_new, kv_batch_idx, leftpad_k, rotary_cos, cp_tot_seqused_k) != (None,) * 7:
             raise RuntimeError("this stand-in takes none of these")
         if (cp_world_size, cp_rank, sm_margin) != (1, 0, 0):
             raise RuntimeError("When context parallelism is disabled, cp_rank must be zero")
@@ -227,6 +227,17 @@ class Generation3:
             raise RuntimeError("head_size should be a multiple of 8 (16 for fp8), and 256 at most")
         if s_aux is not None and (s_aux.dtype != torch.bfloat16 or s_aux.shape != (q.shape[1],) or q.shape[1] > 64):
             raise RuntimeError("We only support bf16 dtype for S aux, and query heads <= 64")
+        if q_v is None and v.shape[-1] != q.shape[-1]:
+            raise RuntimeError("this stand-in takes values of another size beside queries of them (q_v) alone")
+        if q_v is not None:
+            if q.shape[-1] != 64 or v.shape[-1] != 512 or q_v.shape != (*q.shape[:2], 512):
+                raise RuntimeError("q_v is for heads of 64 whose values have 512, as many as it has")
+            if q.dtype == fp8 or q_v.dtype != q.dtype:
+                raise RuntimeError("q_v is only supported for fp16 and bf16 data type, that of the query")
+            if "kv_cache latent" in self.lacks:
+                raise RuntimeError("This flash attention build does not support hdim 64 with values of 512.")
+        if {part.stride(-1) for part in (q, k, v, q if q_v is None else q_v)} != {1}:
+            raise RuntimeError("Input tensor must have contiguous last dimension")
         _starts(cu_seqlens_q, cu_seqlens_k, seqused_k)
         rows = len(cu_seqlens_q) - 1
         descales = [torch.ones(rows, k.shape[-2])] * 3
@@ -244,7 +255,7 @@ class Generation3:
                 raise RuntimeError("the schedule is of another step, or of a layer of another kind")
         starts = cu_seqlens_q.tolist()
         exact = torch.bfloat16 if q.dtype == fp8 else q.dtype
-        found = torch.full(q.shape, NAN, dtype=exact)
+        found = torch.full((*q.shape[:2], v.shape[-1]), NAN, dtype=exact)
         found_lse = torch.full((q.shape[1], len(q)), NAN)
         for row in range(rows):
             mine = slice(starts[row], starts[row + 1])
@@ -272,6 +283,8 @@ class Generation3:
             group = q.shape[1] // k.shape[-2]
             query = q[mine].float() * descales[0][row].repeat_interleave(group)[None, :, None]
             rest = 0.0 * values[length:].sum()  # weights of 0 times what lies there
+            if q_v is not None:
+                query, keys = torch.cat((query, q_v[mine].float()), -1), torch.cat((keys, values), -1)
             output, lse = attention(
                 query, keys[:length], values[:length], scale=softmax_scale, causal=is_causal,
                 window=(window_size_left, window_size_right), softcap=softcap, sinks=s_aux,

@@ -283,7 +283,8 @@ def test_tensors_shorter_than_the_metadata_reach_no_kernel(backend: Any) -> None
 
 
 def test_a_variant_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="variant: 'fa1' found; flash has fa3, fa3_vllm, fa4 and fa2"):
+    known = "fa3, fa3_vllm, fa4, fa2, fa3_latent and fa3_vllm_latent"
+    with pytest.raises(ValueError, match=f"variant: 'fa1' found; flash has {known}"):
         FlashBackend(BackendConfig(4, 2, 16, "bfloat16", 256, variant="fa1", spec=make_spec()))
 
 

@@ -24,6 +24,7 @@ from attncore.registry.plugins import load
 
 CPU = torch.device("cpu")
 LIBRARY = "flash-attn 2.8.3.post2"
+VARIANTS = ["fa3", "fa3_vllm", "fa4", "fa2", "fa3_latent", "fa3_vllm_latent"]
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_damaged_findings_are_ignored_with_a_reason(installed: Path, damage: str
     (why,) = probe_results.ignored("2")
     assert str(file) in why
     assert doctor.facts(Host.assume("cpu"))["variant fa2 kept"] == f"ignored: {why}"
-    assert [name for name, _ in make_spec().by_variant] == ["fa3", "fa3_vllm", "fa4", "fa2"]
+    assert [name for name, _ in make_spec().by_variant] == VARIANTS
     if damage != "folder":  # which only its owner may delete
         probe_results.write("2", found)
         assert (probe_results.read("2"), probe_results.ignored("2")) == (found, [])
@@ -190,7 +191,7 @@ def test_a_user_without_a_home_keeps_none(installed: Path, monkeypatch: pytest.M
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without a home
     probe_results.write("2", made_by_calls())
     assert probe_results.read("2") is None
-    assert [name for name, _ in make_spec().by_variant] == ["fa3", "fa3_vllm", "fa4", "fa2"]
+    assert [name for name, _ in make_spec().by_variant] == VARIANTS
 
 
 def test_the_spec_states_what_was_found(installed: Path) -> None:

@@ -13,7 +13,7 @@ from attn_flash.cascade import CascadeStep, cascade_step
 from attn_flash.generations import MODULES, Layer
 from attn_flash.impl import FlashImpl
 from attn_flash.plan import DecoderPlans
-from attn_flash.spec import fp8_problems
+from attn_flash.spec import LATENT_SUFFIX, fp8_problems
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.builder import CascadeRule
 
@@ -31,7 +31,7 @@ class FlashBackend(AttentionBackend):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        self.generation = config.variant.removeprefix("fa") or "2"
+        self.generation = config.variant.removeprefix("fa").removesuffix(LATENT_SUFFIX) or "2"
         asked = config.options.get("generation")
         if asked not in (None, self.generation[0]):
             raise ValueError(
@@ -39,7 +39,7 @@ class FlashBackend(AttentionBackend):
                 "the request, options={'flash': {'generation': ...}}"
             )
         self._module = MODULES[self.generation]
-        self._library = self._module.load()
+        self._library, self._layer_class = self._module.load(), self._module.Layer
         self.probed = self._found()
         if self.probed.fails:
             raise ValueError(f"generation: {self.probed.library} failed when it was called: {self.probed.fails}")
@@ -62,9 +62,9 @@ class FlashBackend(AttentionBackend):
         return self._plans[windowed, write]
 
     def layer(self, **given: Any) -> Layer:
-        """A layer's calls: the ``Layer`` of the generation's module."""
+        """A layer's calls: the ``Layer`` of the generation's module, or a subclass of it."""
         facts = {"synchronises": self.probed.synchronises, "device": self.config.device}
-        made: Layer = self._module.Layer(self._library, **facts, **given)
+        made: Layer = self._layer_class(self._library, **facts, **given)
         return made
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def said(found: probe_results.ProbeResult) -> str:
         return f"fails on {found.device}: {found.fails}"
     lacks = [
         *found.missing(""),
-        *(f"{kind} {name}" for kind in ("dtype", "kv_cache_dtype") for name in found.missing(kind)),
+        *(f"{kind} {name}" for kind in ("dtype", "kv_cache_dtype", "kv_cache") for name in found.missing(kind)),
     ]
     sizes = sorted(found.head_sizes)
     if sizes:

@@ -166,7 +166,7 @@ class Layer:
         if fp8 and self._descales is not None:
             scales = [one.expand(rows, -1) for one in self._descales]
         rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
-        schedule = self._scheduler(segment, keys, arguments)
+        schedule = self._scheduler(segment, (keys, values), arguments)
 
         def call(query: Tensor, key: Any, value: Any) -> Any:
             written = schedule(query)
@@ -176,8 +176,11 @@ class Layer:
 
         return call
 
-    def _scheduler(self, segment: Segment, keys: Tensor, arguments: StepArguments) -> Callable[[Tensor], Tensor | None]:
-        """What gives the schedule of a call over ``keys``, of a query: None where the call is to write its own."""
+    def _scheduler(
+        self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments
+    ) -> Callable[[Tensor], Tensor | None]:
+        """What gives the schedule of a call over ``caches``, of a query: None where the call is to write its own."""
+        keys, values = caches
         operator, mine, kind = self._library.schedule, id(self), (self._window, self._capped, keys.dtype)
         if operator is None or segment.entry != "decode":
             return lambda query: None
@@ -189,7 +192,7 @@ class Layer:
         )  # fmt: skip
 
         def written(query: Tensor) -> Tensor:
-            (heads, size), kv_heads = query.shape[1:], keys.shape[2]
-            return operator(len(lengths), longest_query, longest, heads, kv_heads, size, size, *rest)
+            (heads, size), (kv_heads, size_v) = query.shape[1:], values.shape[2:]
+            return operator(len(lengths), longest_query, longest, heads, kv_heads, size, size_v, *rest)
 
         return lambda query: arguments.schedule(mine, kind, partial(written, query))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -48,9 +49,10 @@ class FlashImpl(AttentionImpl):
             self._descales = torch.ones(shape, dtype=torch.float32, device=backend.config.device)
             self._fixed["descales"] = self._descales
         self._flash, self._views_of = backend, backend.kv_cache_views
+        self._size_v = backend.config.head_size_v or backend.config.head_size
         self._layer: Layer = backend.layer(**self._fixed)
         self._prefix_layer: Layer | None = None
-        self._write: CacheWriter
+        self._write: Callable[[Any, Any, Tensor, Tensor, Tensor], None]
         self.scales_changed()
         self._cache: Any = None
         self._views: Caches = None
@@ -84,7 +86,7 @@ class FlashImpl(AttentionImpl):
             return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False, write=write)[0]
         calls = self._calls.get(plan) or self._bound(plan)
         if not write:
-            _check_given(plan, key, value)
+            self._check_given(plan, key, value)
         elif self._views is not None:
             self._write(key, value, *self._views, metadata.slot_mapping)
         found = plan.attend(calls, query, key, value)
@@ -148,20 +150,20 @@ class FlashImpl(AttentionImpl):
         num_tokens = int(metadata.host.encoder_query_start_loc[-1]) if encoder else metadata.num_tokens
         if not num_tokens:
             lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-            return _padded(query.new_empty((0, *query.shape[1:])), len(query), 0, output), lse
-        _check_tokens(num_tokens, query=query)
+            return _padded(query.new_empty((0, query.shape[1], self._size_v)), len(query), 0, output), lse
+        check_tokens(num_tokens, query=query)
         caches: Caches = None
         lengths: Tensor | None = None
         plans = self._plans if write else self._reading_plans
         if plans is not None:
             if write:
-                _check_tokens(num_tokens, key=key, value=value)
+                self._check_new(num_tokens, key, value)
                 caches = self._written(key, value, kv_cache, metadata.slot_mapping)
             else:
                 caches = self._views_of_cache(kv_cache)
             plan: StepPlan = plans.plan(metadata, self._layer)
             if not write:
-                _check_given(plan, key, value)
+                self._check_given(plan, key, value)
             # Ranks that share out a request's keys ask for its log-sum-exp; elsewhere a query sees itself at least.
             if with_lse and (metadata.use_cuda_graph or not metadata.host.seq_lens.all()):
                 lengths = metadata.seq_lens
@@ -171,17 +173,17 @@ class FlashImpl(AttentionImpl):
             if key is None and (not write or not num_keys):
                 key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))
             if write:
-                _check_tokens(num_keys, key=key, value=value)
+                check_tokens(num_keys, key=key, value=value)
                 caches = self._written(key, value, kv_cache, metadata.cross_slot_mapping)
             else:
                 caches = self._views_of_cache(kv_cache)
             plan = StepPlan(cross_segments(metadata, cached=caches is not None))
             if plan.packed:
-                _check_tokens(num_keys, key=key, value=value)
+                check_tokens(num_keys, key=key, value=value)
             if metadata.use_cuda_graph or not metadata.host.encoder_seq_lens.all():
                 lengths = metadata.encoder_seq_lens
         else:
-            _check_tokens(num_tokens, key=key, value=value)
+            check_tokens(num_tokens, key=key, value=value)
             plan = self._plan_of_encoder(metadata, num_tokens)
         found, found_lse = self._attend_planned(plan, (query, key, value), caches, metadata, lengths, with_lse)
         found = _padded(found, len(query), num_tokens, output)
@@ -244,6 +246,15 @@ class FlashImpl(AttentionImpl):
             self._write(key, value, *caches, slots)
         return caches
 
+    def _check_given(self, plan: StepPlan, key: Tensor | None, value: Tensor | None) -> None:
+        """ValueError where a step that writes nothing has rows whose keys are not in the cache, and are not given."""
+        if plan.packed:
+            self._check_new(plan.num_tokens, key, value)
+
+    def _check_new(self, num_tokens: int, key: Tensor | None, value: Tensor | None) -> None:
+        """ValueError where a causal layer's keys or values of a step are not all given."""
+        check_tokens(num_tokens, key=key, value=value)
+
     def _views_of_cache(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:
             # A list may hold other tensors the next time: it is never taken for the cache that is known.
@@ -268,15 +279,9 @@ def _padded(found: Tensor, count: int, num_tokens: int, output: Tensor | None, f
     return output
 
 
-def _check_tokens(num_tokens: int, **tensors: Tensor | None) -> None:
+def check_tokens(num_tokens: int, **tensors: Tensor | None) -> None:
     """ValueError where a kernel would read beyond a tensor."""
     for name, tensor in tensors.items():
         if tensor is None or len(tensor) < num_tokens:
             found = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise ValueError(f"{name}: {found} found; the metadata has {num_tokens}")
-
-
-def _check_given(plan: StepPlan, key: Tensor | None, value: Tensor | None) -> None:
-    """ValueError where a step that writes nothing has rows whose keys are not in the cache, and they are not given."""
-    if plan.packed:
-        _check_tokens(plan.num_tokens, key=key, value=value)

@@ -78,7 +78,7 @@ class StepPlan:
                     continue
                 found = found[tokens]
             if output is None:
-                output = query.new_empty(query.shape)
+                output = found.new_empty((len(query), *found.shape[1:]))
             output[tokens] = found
         if output is None:
             raise ValueError("metadata: a step of no rows")
@@ -91,14 +91,20 @@ class StepPlan:
         query, key, value = tensors
         if self.single:
             return layer.with_lse(self.segments[0], caches, tensors, positions)
-        output, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+        output: Tensor | None = None
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         for segment in self.segments:
             mine = segment.tokens
             if segment.entry == "decode":
-                output[mine], lse[mine] = layer.with_lse(segment, caches, (query[mine], key, value), positions)
+                found, found_lse = layer.with_lse(segment, caches, (query[mine], key, value), positions)
             else:
                 found, found_lse = layer.with_lse(segment, caches, tensors, positions)
-                output[mine], lse[mine] = found[mine], found_lse[mine]
+                found, found_lse = found[mine], found_lse[mine]
+            if output is None:
+                output = found.new_empty((len(query), *found.shape[1:]))
+            output[mine], lse[mine] = found, found_lse
+        if output is None:
+            raise ValueError("metadata: a step of no rows")
         return output, lse
 
     def without_padding(self, query: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 
 from attn_flash import generation2, generation3, generation4, probe_results
 from attn_flash.generations import MODULES
+from attn_flash.latent_layer import LatentLayer
 from attn_flash.probe_results import HEAD_SIZES, ProbeResult
 from attn_flash.segments import packed_segment
+from attn_flash.spec import LATENT_ROW
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -87,6 +89,9 @@ def generation3_lacks(library: Any, device: torch.device) -> dict[str, str]:
     fp8 = partial(_attend3, library, device, True, dtype, size, cache_dtype=generation3.FP8)
     if problem := _problem(device, fp8):
         lacks["kv_cache_dtype fp8_e4m3"] = problem
+    for paged in (True, False):
+        if problem := _problem(device, partial(_attend3, library, device, paged, dtype, LATENT_ROW, latent=True)):
+            lacks[probe_results.LATENT] = problem
     return lacks
 
 
@@ -132,23 +137,22 @@ def _varlen2(functions: Any, device: torch.device, dtype: torch.dtype, size: int
 
 def _attend3(
     library: Any, device: torch.device, paged: bool, dtype: torch.dtype, size: int, *,
-    cache_dtype: torch.dtype | None = None, sinks: bool = False, **features: Any,
+    cache_dtype: torch.dtype | None = None, sinks: bool = False, latent: bool = False, **features: Any,
 ) -> None:  # fmt: skip
     """A token over three keys in a page, or over itself."""
     query, cache, lengths, table = _tensors(device, dtype, size, 16)
     starts = torch.cat((lengths.new_zeros(1), lengths // lengths))
     given = {"sliding_window": None, "logits_soft_cap": None, **features}
-    layer = generation3.Layer(
+    layer = (LatentLayer if latent else generation3.Layer)(
         library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
         device=str(device), descales=torch.ones(3, 1, device=device), **given,
     )  # fmt: skip
-    segment = packed_segment(starts, 1, 1)
+    segment, key = packed_segment(starts, 1, 1), query[0]
     caches = None
     if paged:
         segment = segment._replace(entry="paged", max_seq_len=3, lengths=lengths, block_table=table)
         caches = (cache.to(cache_dtype or dtype),) * 2
-    key = query[0]
-    layer.bound(segment, layer.arguments(segment), caches)(query[0], key, key)
+    layer.bound(segment, layer.arguments(segment), caches)(key, key, key)
 
 
 def _decode4(functions: Any, device: torch.device) -> None:

@@ -25,6 +25,7 @@ DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = tuple(range(8, 257, 8))
 FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "alibi_standard", "sinks")
 CACHE_DTYPES = ("kv_cache_dtype fp8_e4m3",)
+LATENT = "kv_cache latent"
 """What calls can show a build to lack."""
 
 
@@ -134,7 +135,7 @@ def _credible(result: ProbeResult) -> bool:
     dtypes, sizes = {f"dtype {name}" for name in DTYPES}, {f"head_size {size}" for size in HEAD_SIZES}
     return (
         all(isinstance(text, str) and len(text) <= 1000 for text in texts)
-        and lacks.keys() <= {*dtypes, *sizes, *FEATURES, *CACHE_DTYPES}
+        and lacks.keys() <= {*dtypes, *sizes, *FEATURES, *CACHE_DTYPES, LATENT}
         and not (dtypes <= lacks.keys() or sizes <= lacks.keys())  # it would run nothing, and `fails` says so
     )
 

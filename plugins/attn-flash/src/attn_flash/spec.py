@@ -107,6 +107,40 @@ _REQUIRES = {
     "4": "flash-attn-4>=4.0.0b36,<5",
 }
 _SIZES = MultipleOf(8, 256)
+LATENT_SUFFIX = "_latent"
+"""Of the variants that read latent caches."""
+LATENT_ROW, LATENT_VALUES = 576, 512
+"""Columns of a latent row, and those of them that are its values too."""
+_LATENT_FIRST = (
+    "latent caches: on sm_90 before flashinfer, which plans on the host: 32 layers of 16 heads take 0.9 ms for 8 "
+    "decodes, 3.2 for 64, 9.8 for 256, with flashinfer 1.3, 3.5 and 10.3; of 128 heads 1.2, 4.7 and 13.8, with "
+    "flashinfer 1.6, 5.0 and 13.0 (one H100, 2026-11-28)"
+)
+_LATENT_DECODER = "a latent cache is for causal layers"
+_LATENT_FACTS = {
+    **_GENERATION3,
+    "factory": "attn_flash.latent:LatentBackend",
+    "use_mla": True,
+    "mla_only": True,
+    "kv_cache_dtypes": {"auto"},
+    "head_sizes": {LATENT_ROW},
+    "head_size_v": {LATENT_VALUES},
+    "kv_cache_layouts": ("NHD",),
+    "preferred_block_size": 64,
+    "features": {"sliding_window", "logits_soft_cap", "multi_token_decode", "lse"},
+    "unsupported": {
+        "alibi": "the kernel takes no slopes",
+        "alibi_standard": "the kernel takes no slopes",
+        "sinks": "the kernel was not tried with sinks over latent rows",
+        "kv_scales": "the kernel reads latent rows of 16 bits alone",
+        "strided_kv_cache": "a latent cache is whole",
+        "encoder": _LATENT_DECODER,
+        "encoder_decoder": _LATENT_DECODER,
+        "tree_mask": _NO_MASK,
+        "bidirectional_spans": _NO_MASK,
+    },
+    "notes": (_LATENT_FIRST,),
+}
 _FIX = "install another build of it, or use another backend"
 
 
@@ -138,7 +172,10 @@ def make_spec() -> BackendSpec:
             "vllm": "install vLLM, whose wheel for CUDA carries FlashAttention 3",
         },
         options={"generation": Option(str, "use this generation or none", choices=("2", "3", "4"))},
-        variants=tuple(_variant(generation) for generation in probe_results.DISTRIBUTIONS),
+        variants=(
+            *(_variant(generation) for generation in probe_results.DISTRIBUTIONS),
+            *(_latent_variant(generation) for generation in ("3", "3_vllm")),
+        ),
     )  # fmt: skip
 
 
@@ -158,6 +195,16 @@ def _variant(generation: str) -> Variant:
     facts["unsupported"] = unsupported
     check = partial(_check, generation, found)
     return Variant(f"fa{generation}", requires=(_REQUIRES[generation],), check=check, **facts)
+
+
+def _latent_variant(generation: str) -> Variant:
+    """What a generation can do over latent caches (MLA)."""
+    found = probe_results.read(generation)
+    facts: dict[str, Any] = dict(_LATENT_FACTS)
+    if found is not None and not found.fails:
+        facts["dtypes"] = [name for name in probe_results.DTYPES if name not in found.missing("dtype")]
+    check = partial(_check, generation, found)
+    return Variant(f"fa{generation}{LATENT_SUFFIX}", requires=(_REQUIRES[generation],), check=check, **facts)
 
 
 def _left_out(found: ProbeResult, text: str) -> str:
@@ -238,6 +285,10 @@ def _shown(
         message = f"{found.library} failed when it was called on {found.device}: {found.fails}"
         yield Reason("check", message, None, None, source, "repair it, then run `python -m attn_flash`")
         return
+    if request.use_mla and probe_results.LATENT in found.lacks:
+        yield Reason(
+            "check", f"use_mla: {_left_out(found, found.lacks[probe_results.LATENT])}", True, None, source, _FIX
+        )
     size = str(request.head_size)
     if size in found.missing("head_size"):
         message = f"head size {size}: {_left_out(found, found.missing('head_size')[size])}"

@@ -1,0 +1,49 @@
+"""FlashAttention 3 over latent rows (MLA): one layer's calls, in which every query head reads one row a token.
+
+To the kernel the rotated columns, the last of a row, are keys, and the columns before them both keys and values: their
+part of the queries is an argument of its own, ``q_v``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from attn_flash import generation3
+from attn_flash.generation2 import given_caches
+from attn_flash.generation3 import StepArguments
+from attn_flash.segments import Segment
+from attn_flash.spec import LATENT_ROW, LATENT_VALUES
+
+_SIZES = LATENT_VALUES, LATENT_ROW - LATENT_VALUES
+
+
+class LatentLayer(generation3.Layer):
+    """The calls of one layer. Keys, of a step and of ``caches``, are the rows, which hold the values too: what is given
+    as values is not read. Queries have as many columns as a row, outputs as many as the values.
+    """
+
+    def _call(
+        self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
+    ) -> Callable[[Tensor, Any, Any], Any]:
+        forward, last = self._library.forward, self._last
+        rest = (*arguments.given, None, None, None, *self._fixed)
+        if segment.entry == "packed":
+
+            def packed(query: Tensor, key: Any, value: Any) -> Any:
+                (values, keys), (content, rotated) = (part.split_with_sizes(_SIZES, 2) for part in (key, query))
+                return forward(rotated, keys, values, None, None, content, None, *rest, None, *last)
+
+            return packed
+        rows = given_caches(caches)[0]
+        values, keys = rows.split_with_sizes(_SIZES, 3)
+        schedule = self._scheduler(segment, (keys, values), arguments)
+
+        def paged(query: Tensor, key: Any, value: Any) -> Any:
+            content, rotated = query.split_with_sizes(_SIZES, 2)  # one call for both: each costs the host a microsecond
+            written = schedule(rotated)
+            return forward(rotated, keys, values, None, None, content, None, *rest, written, *last)
+
+        return paged
