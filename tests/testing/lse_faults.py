@@ -231,6 +231,23 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
         LSE,
     ),
+    Fault(
+        "a_chunk_of_a_context_without_its_last_key",
+        "test_contexts_in_chunks[of all]",
+        "queries over",
+        with_lse(
+            """
+if self.attn_type == "encoder_decoder" and kv_cache is None:
+    key, value = key.clone(), value.clone()
+    starts = metadata.host.encoder_query_start_loc
+    for start, end in zip(starts[:-1], starts[1:]):
+        if end - start > 2:
+            key[end - 1], value[end - 1] = key[start], value[start]
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+        LSE,
+    ),
     *(
         Fault(
             f"lse_rounded_to_{dtype}",
