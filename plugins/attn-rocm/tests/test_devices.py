@@ -45,7 +45,7 @@ def test_cache_write_in_the_interpreter():
 
 
 def test_adopted_steps_in_the_interpreter():
-    assert run("test_adopted_steps.py", "cpu") == 1
+    assert run("test_adopted_steps.py", "cpu") == 9
 
 
 def test_contexts_in_chunks_in_the_interpreter():
