@@ -22,13 +22,13 @@ def test_random_batches_eager_and_captured():
         engine.replayed()
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("tokens", [(1, 0, 1, 0, 0, 1), (0, 0, 1, 1), (0, 1), (1, 0)])
 def test_rows_without_tokens_stand_anywhere(tokens, captured):
     """A token of a decode is its own row's, not that of the row of its number."""
     torch.manual_seed(0)
     request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float16", "block_size": 16}
-    backend = attncore.select(**request, features={"lse"}, backend="rocm").create()
+    backend = attncore.select(**request, backend="rocm").create()
     impl, device, rows = backend.impl("0", scale=0.25), backend.config.device, len(tokens)
     given = {
         "query_start_loc": torch.tensor([0, *itertools.accumulate(tokens)], dtype=torch.int32),
