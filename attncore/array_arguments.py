@@ -225,6 +225,8 @@ def context_and_query(
 def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Array:
     """``values`` as int32[n, width]; ValueError where an id does not fit 0..INT32_MAX or n is not ``num_rows``."""
     array = as_array("block_table", values)
+    if array.shape == (0,) and not isinstance(values, np.ndarray):  # a list of no rows
+        array = array.reshape(0, 0)
     if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"

@@ -18,7 +18,7 @@ from attncore.arguments import flag
 from attncore.ops.step_checks import check_device, check_host, check_query, check_tensors, num_tokens_of
 from attncore.reference import cache as paged
 from attncore.reference import checks
-from attncore.reference.causal import Answer, CausalRows, Paged
+from attncore.reference.causal import Answer, CausalRows, Paged, has_tables
 from attncore.reference.non_causal import CrossRows, among_themselves
 from attncore.reference.scoring import Scoring
 
@@ -61,12 +61,12 @@ class ReferenceImpl(AttentionImpl):
 
         Request i attends over its first ``seq_lens[i]`` tokens, causally; where its tokens form a draft tree
         (``tree_mask``), each over the context and its ancestors, and a token in a span (``span_ends``) over all of the
-        span, too. A request without context, and one whose
-        last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
+        span, too. A request without context attends over this step's keys
+        alone and needs no block table; so does one of the list builder whose last slot is -1. Tokens beyond the
         last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
 
-        Without ``write`` nothing is written, and the keys and values of tokens that have a slot are read there; ``key``
-        and ``value``, which may be None, are for tokens without one alone.
+        Without ``write`` nothing is written, and the keys and values of tokens that have a slot, or whose row has a
+        block table, are read in the cache; ``key`` and ``value``, which may be None, are for other tokens alone.
 
         Tensors that disagree are ValueErrors that name the argument; nothing is written then.
         """
@@ -148,13 +148,21 @@ class ReferenceImpl(AttentionImpl):
         given, host_slots = tensors, np.asarray(getattr(metadata.host, name))
         caches = checks.check_cache(config, kv_cache, name, host_slots, given[0].device)
         check_device(self.attn_type, metadata, given[0].device)
-        unslotted = bool((host_slots < 0).any()) if crosses else CausalRows.of(metadata).some_unslotted
+        requests = None if crosses else CausalRows.of(metadata)
+        missing = np.flatnonzero(host_slots < 0) if requests is None else requests.unslotted
         if caches is None:
             return tensors, None
+        slots = getattr(metadata, name)
+        if requests is not None and len(missing) and has_tables(metadata):
+            table = metadata.block_table
+            checks.check_table(caches, table, requests.rows, requests.lengths)
+            places = torch.from_numpy(missing).to(slots.device, non_blocking=True)
+            slots = slots.index_copy(0, places, requests.slots_of(missing, table, caches[0].shape[1]))
+            missing = missing[:0]
+        unslotted = len(missing) > 0
         if unslotted:
             counts = num_tokens_of(self.attn_type, metadata.host)
             given = check_tensors(config, self.attn_type, tensors, counts, None)
-        slots = getattr(metadata, name)
         rows = len(slots) if crosses else len(given[0])  # an engine pads
         found = []
         dtype = torch.float32 if caches[0].dtype.itemsize == 1 else None

@@ -121,8 +121,9 @@ class CausalRows(NamedTuple):
         if (wrong := np.flatnonzero((contexts < 0) & ~shared)).size:
             row = rows[wrong[0]]
             raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
-        # Without a slot for its last token a request owns no cache: a profiling run, but for one shared by ranks.
-        cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
+        # Of the list builder a request without a slot for its last token owns no cache. Elsewhere the table says so.
+        owns = (slots[ends - 1] >= 0) | has_tables(metadata)
+        cached = np.where(shared, lengths > 0, (contexts > 0) & owns)
         masks, span_ends = getattr(host, "tree_mask", None), getattr(host, "span_ends", None)
         return cls(
             rows, starts, ends, lengths, cached, shared, slots, masks if masks is not None and masks.any() else None,
@@ -130,10 +131,20 @@ class CausalRows(NamedTuple):
         )  # fmt: skip
 
     @property
-    def some_unslotted(self) -> bool:
-        """Whether a token that its request attends to has no slot: in a profiling run, or masked by a window."""
-        sums = np.concatenate(([0], np.cumsum(self.slots < 0)))
-        return bool(((sums[self.ends] > sums[self.starts]) & ~self.shared).any())
+    def unslotted(self) -> NDArray[np.int64]:
+        """The tokens without a slot that their requests attend to: of a profiling run, masked by a window, or written
+        by whoever gave them none.
+        """
+        counts = np.where(self.shared, 0, self.ends - self.starts)
+        mine = np.repeat(self.starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return mine[self.slots[mine] < 0]
+
+    def slots_of(self, tokens: NDArray[np.int64], block_table: Tensor, block_size: int) -> Tensor:
+        """The slots of ``tokens`` by ``block_table``."""
+        of = np.searchsorted(self.ends, tokens, side="right")
+        places = np.stack((self.rows[of], self.lengths[of] - self.ends[of] + tokens))
+        rows, positions = torch.from_numpy(places).to(block_table.device, non_blocking=True)
+        return _slots(block_table[rows], positions.unsqueeze(1), block_size).squeeze(1)
 
     def reads(self, sliding_window: int | None) -> tuple[NDArray[np.int64], ...]:
         """Of the requests with keys in the cache: table row, and the first token that is read there and the last."""
@@ -174,6 +185,11 @@ class CausalRows(NamedTuple):
                 else:
                     spans = None if span_ends is None else span_bounds(span_ends[tokens])
                     _one_request(step, scoring, answer, int(rows[i]), tokens, context, spans)
+
+
+def has_tables(metadata: AttentionMetadata) -> bool:
+    """Whether each row with tokens has a block table: docs/contract.md says which steps have none, or empty rows."""
+    return not getattr(metadata, "from_groups", True) and metadata.block_table.shape[1] > 0
 
 
 def over_keys(

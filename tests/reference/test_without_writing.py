@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+import attncore
+from attncore.dense import dense_attention
+
 MIXED = [(9, 1), (0, 5), (3, 1), (7, 6), (12, 1), (0, 1), (4, 4), (2, 20)]
 CASES = {
     "plain": {},
@@ -47,6 +50,37 @@ def test_tokens_without_a_slot_bring_their_keys(paged_case, row):
     torch.testing.assert_close(case.forward(kv_cache=None, write=False), case.expected)
     with pytest.raises(ValueError, match=r"^key: None found; attention of type decoder needs a tensor"):
         case.forward(key=None, value=None, write=False)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 20])
+def test_tokens_that_an_engine_gave_no_slot_are_read_by_the_table(num_tokens, cache_dtype):
+    """It has written them by itself; the row's context is read with a write, too."""
+    request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", "block_size": 16}
+    backend = attncore.select(**request, kv_cache_dtype=cache_dtype, backend="reference").create("cpu")
+    impl, cache = backend.impl("0", scale=0.25), backend.allocate_kv_cache(8)
+    keys, values = torch.randn(2, 8, 16, 2, 16).mul(4).round().div(4)
+    for part, held in zip(backend.kv_cache_views(cache), (keys, values), strict=True):
+        part.copy_(held)
+    lengths = torch.tensor([40, 23], dtype=torch.int32)
+    metadata = attncore.AdoptedSteps(
+        backend, max_num_reqs=2, max_num_tokens=64, max_model_len=64, num_blocks=8
+    ).build(
+        query_start_loc=torch.tensor([0, num_tokens, num_tokens + 1], dtype=torch.int32), seq_lens=lengths,
+        block_table=torch.tensor([[3, 1, 7], [2, 4, 0]], dtype=torch.int32),
+        slot_mapping=torch.full((num_tokens + 1,), -1),
+    )  # fmt: skip
+    query, start, expected, own = torch.randn(num_tokens + 1, 4, 16), 0, [], []
+    for row, blocks in enumerate(([3, 1, 7], [2, 4])):
+        count = metadata.host.query_lens[row]
+        told = [part[blocks].flatten(0, 1)[: lengths[row]] for part in (keys, values)]
+        expected.append(dense_attention(query[start : start + count], *told, scale=0.25))
+        own.append([part[-count:] for part in told])
+        start += count
+    found = impl.forward(query, None, None, cache, metadata, write=False)
+    torch.testing.assert_close(found, torch.cat(expected))
+    given = [torch.cat(parts) for parts in zip(*own, strict=True)]
+    torch.testing.assert_close(impl.forward(query, *given, cache, metadata), torch.cat(expected))
 
 
 def test_prompts_of_the_list_builder_without_a_table(paged_case, row):

@@ -153,6 +153,25 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
     assert backend.cascade(metadata, CascadeRule(min_requests=4)) is None
 
 
+def test_a_captured_size_of_fewer_tokens_than_rows(generation: str) -> None:
+    """One token for eight rows, say, whose longest query is that token."""
+    if generation == "2":
+        pytest.skip("generation 2 captures rows of one length")
+    torch.manual_seed(0)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=8, max_model_len=size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64)
+    batch.add_request("a", [1])
+    for tokens in (1, 2):
+        builder.capture(8, num_tokens=tokens)
+        query, key, value = tensors(tokens)
+        batch.rollback("a", batch.num_computed_tokens("a"))
+        found = impl.forward(query, key, value, cache, builder.build({"a": tokens}, bucket=(8, tokens)))
+        close(found, dense_attention(query.float(), key.float(), value.float(), scale=0.25))
+
+
 def test_a_step_built_overlapped_has_no_cascade(generation: str) -> None:
     """Its lengths on the host are upper bounds, and the passes would be made of them."""
     size = standin.BLOCK[generation]

@@ -40,9 +40,11 @@ def test_one_long_context_has_what_short_ones_leave():
     assert chunks.chunk_seq_lens[:, 0].tolist() == [910, 90]
 
 
+@pytest.mark.parametrize("as_lists", [False, True])
 @pytest.mark.parametrize("contexts", [[], [0, 0]])
-def test_no_context_needs_no_chunk(contexts):
-    chunks = context_chunks(np.zeros((len(contexts), 0), np.int32), contexts, 4, 1)
+def test_no_context_needs_no_chunk(contexts, as_lists):
+    table = np.zeros((len(contexts), 0), np.int32)
+    chunks = context_chunks(table.tolist() if as_lists else table, contexts, 4, 1)
     assert (chunks.num_chunks, chunks.chunk_slots) == (0, ())
     assert chunks.chunk_seq_lens.shape == chunks.chunk_starts.shape == (0, len(contexts))
     assert chunks.chunk_start_loc.shape == (0, len(contexts) + 1)

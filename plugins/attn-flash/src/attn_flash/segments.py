@@ -151,7 +151,7 @@ def _decodes(
     query_len = metadata.max_query_len if not metadata.num_prefills else metadata.max_decode_query_len
     of_any_lengths = query_len == num_tokens > 1  # a captured size of tokens, whose rows may be prompts
     if metadata.use_cuda_graph and not metadata.from_groups and num_rows and not of_any_lengths:
-        query_len = num_tokens // num_rows  # a captured size holds rows of one length, whatever this step's are
+        query_len = max(1, num_tokens // num_rows)  # its rows are of one length, whatever this step's are
     bounds = {"max_query_len": query_len, "max_seq_len": max_seq_len}
     if query_len and num_tokens == num_rows * query_len:
         return rows.segment("decode", first, last, start, stop, query_len=query_len, **bounds)

@@ -37,13 +37,14 @@ class SdpaImpl(RocmImpl):
         # Where a request's tokens start is one array, how many keys it has another: the two are not mixed up.
         starts, lengths = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
         slots = metadata.host.slot_mapping
+        tables = not metadata.from_groups and metadata.block_table.shape[1] > 0  # in each row
         output[starts[-1] :] = 0
         for row, (start, end) in enumerate(itertools.pairwise(starts)):
             if start == end:  # padding of a captured size
                 continue
             context = lengths[row] - (end - start)
             low = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
-            parts, paged = [], caches is not None and slots[end - 1] >= 0
+            parts, paged = [], caches is not None and (tables or slots[end - 1] >= 0)
             # Whether this step's own keys are read, and not the cache's: prompts of the list builder have no table.
             own = write or not paged or (metadata.from_groups and not context)
             high = context if own else lengths[row]

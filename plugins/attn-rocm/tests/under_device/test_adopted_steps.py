@@ -1,8 +1,13 @@
 """Adopted steps: random batches, eager and in captured sizes, whose metadata is made of an engine's own tensors."""
 
+import itertools
 import os
 
+import pytest
+import torch
+
 import attncore
+from attncore.dense import dense_attention
 from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
 
@@ -15,3 +20,33 @@ def test_random_batches_eager_and_captured():
     for _ in range(300 if ON_GPU else 3):
         engine.change()
         engine.replayed()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("tokens", [(1, 0, 1, 0, 0, 1), (0, 0, 1, 1), (0, 1), (1, 0)])
+def test_rows_without_tokens_stand_anywhere(tokens, captured):
+    """A token of a decode is its own row's, not that of the row of its number."""
+    torch.manual_seed(0)
+    request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float16", "block_size": 16}
+    backend = attncore.select(**request, backend="rocm").create()
+    impl, device, rows = backend.impl("0", scale=0.25), backend.config.device, len(tokens)
+    given = {
+        "query_start_loc": torch.tensor([0, *itertools.accumulate(tokens)], dtype=torch.int32),
+        "seq_lens": torch.tensor([9 + row for row in range(rows)], dtype=torch.int32),
+        "block_table": torch.arange(1, rows + 1, dtype=torch.int32).view(rows, 1),
+        "slot_mapping": torch.full((rows if captured else sum(tokens),), -1),
+    }
+    hosts = {f"host_{name}": given[name].clone() for name in ("query_start_loc", "seq_lens")}
+    steps = attncore.AdoptedSteps(backend, max_num_reqs=rows, max_num_tokens=64, max_model_len=16, num_blocks=8)
+    if captured:
+        steps.capture(rows)
+    metadata = steps.build(**{name: tensor.to(device) for name, tensor in given.items()}, **hosts)
+    keys, values = torch.randn(2, 8, 16, 2, 16).half()
+    query, count = torch.randn(metadata.num_tokens, 4, 16).half(), sum(tokens)
+    found = impl.forward(query.to(device), None, None, (keys.to(device), values.to(device)), metadata, write=False)
+    expected = [
+        dense_attention(query[token : token + 1].float(), keys[row + 1, : 9 + row].float(),
+                        values[row + 1, : 9 + row].float(), scale=0.25)
+        for token, row in enumerate(row for row, length in enumerate(tokens) if length)
+    ]  # fmt: skip
+    torch.testing.assert_close(found[:count].float().cpu(), torch.cat(expected), atol=4e-3, rtol=4e-3)
