@@ -17,8 +17,6 @@ from urllib.parse import unquote, urlsplit
 from attncore.installed_metadata import METADATA, distribution, installed_version
 
 _HERE = Path(__file__).parents[1]
-_UNREADABLE = (importlib.metadata.PackageNotFoundError, OSError)
-"""What is raised for a distribution that is not installed, or whose metadata are no file that is read."""
 
 
 def install_extra(extra: str) -> str:
@@ -27,7 +25,7 @@ def install_extra(extra: str) -> str:
     """
     try:
         wanted = dict.fromkeys(_requirements(extra))
-    except _UNREADABLE:
+    except Exception:  # it is not installed, or its metadata are damaged, in which each library has errors of its own
         wanted = {}
     if not wanted:  # a checkout on PYTHONPATH, or one that was installed before it had this extra
         return f"pip install -e {shlex.quote(f'{_HERE}[{extra}]')}"
@@ -79,7 +77,7 @@ def _required() -> list[str]:
     """What attncore requires, with that of its extras; of a checkout on PYTHONPATH, without."""
     try:
         return distribution("attncore", *METADATA).requires or []
-    except _UNREADABLE:
+    except Exception:  # as in install_extra
         try:
             import tomllib  # only a source tree that is not installed is read so
 
@@ -95,7 +93,7 @@ def _is_met(text: str) -> bool:
     wanted = Requirement(text)
     try:
         return wanted.specifier.contains(installed_version(wanted.name), prereleases=True)
-    except (*_UNREADABLE, ValueError, TypeError):  # the last two: damaged metadata
+    except Exception:  # as in install_extra
         return False
 
 
@@ -125,7 +123,7 @@ def _origin() -> tuple[str, bool]:
         return (str(json.loads(text)["url"]) if text else ""), True
     except importlib.metadata.PackageNotFoundError:
         return "", False
-    except (OSError, ValueError, LookupError, TypeError):  # damaged
+    except Exception:  # damaged
         return "", True
 
 

@@ -36,16 +36,22 @@ def installed_version(name: str) -> str:
 
 def check_files(found: importlib.metadata.Distribution, *names: str) -> None:
     """OSError for a file of its metadata that would be read without end: no regular one, or of more than 16 MiB."""
-    place: Any = getattr(found, "_path", None)
-    for name in names:
-        if isinstance(place, Path):
-            length = _length(place, name)
-        elif isinstance(getattr(place, "root", None), zipfile.ZipFile):  # zipfile.Path, or that of importlib_metadata
-            length = _unpacked_length(place, name)
-        else:  # of a finder's own
-            return
+    place = place_of(found)
+    for name in names if place is not None else ():
+        length = _length(place, name) if isinstance(place, Path) else _unpacked_length(place, name)
         if length > _MAX_BYTES:
             raise OSError(f"{name or place.name} has more than {_MAX_BYTES} bytes")
+
+
+def place_of(found: importlib.metadata.Distribution) -> Any:
+    """The folder or the file of its metadata, a Path or, in a zip file, a ``zipfile.Path`` or importlib_metadata's own;
+    None where it is of a finder that keeps something else.
+    """
+    try:
+        place = getattr(found, "_path", None)
+    except Exception:  # of a class of others
+        return None
+    return place if isinstance(place, Path) or isinstance(getattr(place, "root", None), zipfile.ZipFile) else None
 
 
 def _length(place: Path, name: str) -> int:

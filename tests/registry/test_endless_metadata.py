@@ -20,6 +20,8 @@ def _replace(file, kind):
         os.mkfifo(file)
     elif kind == "a device":
         file.symlink_to("/dev/zero")
+    elif kind == "no text":
+        file.write_bytes(b"\xff\xfe")
     elif kind == "a long one":
         with file.open("wb") as long:
             long.truncate(1 << 40)
@@ -79,7 +81,7 @@ def test_a_list_of_files_is_not_read(site, kind):
     assert _modified_of("attn-endless") == {}
 
 
-@pytest.mark.parametrize("kind", ["a pipe", "a device", "a long one"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a long one", "no text"])
 def test_errors_say_what_to_install_all_the_same(site, tmp_path, kind):
     """A distribution that takes attncore's name, or that of what an extra requires."""
     for name in ("attncore", "pygal"):
@@ -96,3 +98,14 @@ def test_errors_say_what_to_install_all_the_same(site, tmp_path, kind):
         assert how_to_install.install_required("pluggy").startswith("pip install ")
     finally:
         how_to_install._origin.cache_clear()
+
+
+def test_a_run_of_bench_is_not_lost_for_a_version(site, tmp_path):
+    pytest.importorskip("torch")
+    from attncore.testing.bench.run import Question, _versions
+
+    info = tmp_path / "numpy-9.0.dist-info"
+    info.mkdir()
+    _replace(info / "METADATA", "a pipe")
+    importlib.invalidate_caches()
+    assert _versions(Question("acme", "attn-acme 1.0"))["numpy"] == ""

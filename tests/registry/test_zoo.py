@@ -1,6 +1,9 @@
 """A zoo of bad plugins: each is a row with a reason, and none stops another."""
 
+import importlib.metadata
 import sys
+import zipfile
+from types import SimpleNamespace
 
 import pytest
 from planting import SPEC, zoo
@@ -121,6 +124,36 @@ def test_unreadable_entry_points_of_others_are_skipped(site, caplog):
     load.forget()
     assert ("mangled", "attn-mangled") not in rows()
     assert "metadata is unreadable" in caplog.text
+
+
+def test_entry_points_in_a_damaged_zip_file_hide_nothing(site, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "damaged.zip"
+    with zipfile.ZipFile(file, "w") as packed:
+        packed.writestr("attn_damaged-1.0.dist-info/METADATA", "Name: attn-damaged\nVersion: 1.0\n")
+        packed.writestr("attn_damaged-1.0.dist-info/entry_points.txt", "[attncore.backends]\ndamaged = attn_damaged\n")
+    file.write_bytes(file.read_bytes().replace(b"damaged = ", b"changed = "))  # its checksum stays
+    monkeypatch.setattr(sys, "path", [str(file), *sys.path])
+    site.plugin("fine")
+    assert rows()["fine", "attn-fine"].state == "loaded"
+    assert "attn-damaged is skipped, its metadata is unreadable: BadZipFile" in caplog.text
+
+
+@pytest.mark.parametrize("point", [("mangled", None), ("mangled", b"attn_mangled"), (5, "attn_mangled")])
+def test_entry_points_of_a_finder_that_are_no_text_hide_nothing(site, monkeypatch, point):
+    class Odd(importlib.metadata.Distribution):
+        _path = property(lambda self: 1 / 0)
+        entry_points = (importlib.metadata.EntryPoint(*point, "attncore.backends"),)
+
+        def read_text(self, filename):
+            return "[attncore.backends]"
+
+        def locate_file(self, path):
+            return path
+
+    finder = SimpleNamespace(find_spec=lambda *_: None, find_distributions=lambda context: [Odd()])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    site.plugin("fine")
+    assert rows()["fine", "attn-fine"].state == "loaded"
 
 
 def test_a_distribution_without_metadata_still_has_a_name(site):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from attncore import env
 from attncore.did_you_mean import close_name
-from attncore.installed_metadata import METADATA, check_files
+from attncore.installed_metadata import METADATA, check_files, place_of
 from attncore.logged import logged
 from attncore.quoted import describe_error, listed, one_line, quoted, type_name
 from attncore.registry.package_requirements import canonical_name
@@ -56,7 +56,7 @@ def _entry_points() -> Iterable[PluginRecord]:
                 continue
             # the same line twice is one entry point; another value for the same name is a dispute
             points = {(point.name, point.value): point for point in distribution.entry_points if point.group == GROUP}
-            failure = _too_many(points)
+            failure = _refused(points)
         except Exception as error:
             points, failure = {}, error
         if failure is None and not points:
@@ -68,7 +68,7 @@ def _entry_points() -> Iterable[PluginRecord]:
         ]
         if failure is not None:
             records = _unreadable(distribution, name, version, failure)
-        place = getattr(distribution, "_path", None)
+        place = place_of(distribution)
         if canonical_name(name) == OURS[0] and set(points) != {OURS[1:]}:
             foreign.extend(_foreign(record, place) for record in records)
         elif records:
@@ -76,11 +76,13 @@ def _entry_points() -> Iterable[PluginRecord]:
     return foreign + [record for copies in installed.values() for record in _of_first_folder(copies)]
 
 
-def _too_many(points: Collection[object]) -> Exception | None:
-    """Each would be imported by every command."""
-    if len(points) <= MAX_ENTRIES:
-        return None
-    return ValueError(f"{len(points)} entry points of {GROUP}; at most {MAX_ENTRIES} are taken")
+def _refused(points: Collection[tuple[object, object]]) -> Exception | None:
+    """Why entry points, by name and value, are not taken: each would be imported by every command."""
+    if len(points) > MAX_ENTRIES:
+        return ValueError(f"{len(points)} entry points of {GROUP}; at most {MAX_ENTRIES} are taken")
+    if not all(isinstance(text, str) for point in points for text in point):  # of a finder's own
+        return TypeError(f"an entry point of {GROUP} whose name or value is no text")
+    return None
 
 
 def _distributions() -> Iterable[importlib.metadata.Distribution]:
@@ -153,11 +155,11 @@ def _unreadable(
     distribution: importlib.metadata.Distribution, name: str, version: str, error: Exception
 ) -> list[PluginRecord]:
     """Broken records of a distribution whose entry points cannot be parsed; none where the text lacks the group."""
-    place = getattr(distribution, "_path", None)
+    place = place_of(distribution)
     try:
         check_files(distribution, "entry_points.txt")
         text = (place / "entry_points.txt").read_bytes().decode(errors="replace") if place is not None else ""
-    except OSError:
+    except Exception:  # a damaged zip file has errors of several libraries
         text = ""
     if GROUP not in text:
         words = "%s is skipped, its metadata is unreadable: %s"
@@ -199,7 +201,7 @@ def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[st
     name, version = _line(metadata, "Name"), _line(metadata, "Version")
     if name:
         return name, version
-    path = getattr(distribution, "_path", None)  # without METADATA the folder's name is left
+    path = place_of(distribution)  # without METADATA the folder's name is left
     return one_line(
         str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0], _LETTERS
     ), version

@@ -12,8 +12,8 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
-from attncore.installed_metadata import installed_version
 from attncore.json_output import json_text
+from attncore.registry import package_requirements
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
 from attncore.show import counted
@@ -170,6 +170,5 @@ def _check_memory(question: Question, steps: SavedSteps) -> None:
 
 def _versions(question: Question) -> dict[str, str]:
     found = {"python": platform.python_version(), "attncore": __version__, "distribution": question.version}
-    for name in ("numpy", "torch"):
-        found[name] = installed_version(name)
-    return found
+    names = ("numpy", "torch")
+    return found | dict.fromkeys(names, "") | package_requirements.installed(names)
