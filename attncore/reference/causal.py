@@ -137,7 +137,8 @@ class CausalRows(NamedTuple):
         """
         counts = np.where(self.shared, 0, self.ends - self.starts)
         mine = np.repeat(self.starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        return mine[self.slots[mine] < 0]
+        missing: NDArray[np.int64] = mine[self.slots[mine] < 0]
+        return missing
 
     def slots_of(self, tokens: NDArray[np.int64], block_table: Tensor, block_size: int) -> Tensor:
         """The slots of ``tokens`` by ``block_table``."""

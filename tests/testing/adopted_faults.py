@@ -35,6 +35,26 @@ ADOPTED_FAULTS = (
         FACTS,
     ),
     Fault(
+        "a_token_taken_for_one_of_the_row_of_its_number",
+        "test_rows_in_the_order_of_an_engine",
+        "decode of 1 after",
+        forward("""
+from types import SimpleNamespace
+host, count = metadata.host, metadata.num_tokens
+if metadata.use_cuda_graph or metadata.max_query_len > 1 or len(host.seq_lens) == count:
+    return whole(query, key, value, kv_cache, metadata, output)
+rows = SimpleNamespace(
+    query_start_loc=np.arange(count + 1, dtype=np.int32), seq_lens=host.seq_lens[:count],
+    context_lens=host.seq_lens[:count] - 1, slot_mapping=host.slot_mapping, block_table=host.block_table[:count],
+)
+given = SimpleNamespace(
+    host=rows, slot_mapping=metadata.slot_mapping, num_reqs=count, from_groups=False,
+    block_table=metadata.block_table[:count],
+)
+return whole(query, key, value, kv_cache, given, output)
+"""),
+    ),
+    Fault(
         "padding_of_an_engine_taken_for_a_row",
         "test_captured_adopted_steps",
         "decode of 1 after",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from attncore.testing.engines.adopting_builder import AdoptingBuilder, AdoptingEngine
@@ -18,21 +20,22 @@ LONG = 600  # keys: more than a kernel reads in one part
 
 @covers("adopted steps")
 def test_rows_in_the_order_of_an_engine(attncore_subject: Subject) -> None:
-    """Rows as the engine gives them: decodes first, and behind chunks, where a row of one token is a prefill."""
+    """Rows as the engine gives them: decodes first, and behind chunks, where a row of one token is a prefill; and with
+    rows without tokens before them."""
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
     size = backend.config.block_size
     contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1, "long": LONG}
-    room = {name: context + 2 * size + 16 for name, context in contexts.items()}
+    room = {name: context + 5 * size + 32 for name, context in contexts.items()}
     num_blocks = max(NUM_BLOCKS + LONG // size, 1 + sum(-(-tokens // size) for tokens in room.values()))
     engine = AdoptingEngine(backend, num_blocks=num_blocks)
     for name, tokens in room.items():
         engine.add(name, tokens)
     engine.fill(contexts)
     each = dict.fromkeys(contexts, 1)
-    for turned in (False, True):
+    for turned, idle in itertools.product((False, True), repeat=2):
         for scheduled in (each, {**each, "b": 3, "d": size + 2}, {"a": 1}, {"c": 2, "a": 1}):
-            engine.step(scheduled, turned=turned)
+            engine.step(scheduled, turned=turned, idle=idle)
 
 
 @covers("adopted steps")

@@ -61,17 +61,22 @@ class AdoptingBuilder:
 
     def build(
         self, scheduled: Mapping[Any, int] = _ALL_REQUESTS, *, query_len: int = 1, bucket: int | None = None,
-        turned: bool = False,
+        turned: bool = False, idle: bool = False,
     ) -> AdoptedStep:  # fmt: skip
-        """The metadata of the next step; see ``MetadataBuilder.build``. ``turned``: its rows in the reverse order."""
+        """The metadata of the next step; see ``MetadataBuilder.build``. ``turned``: its rows in the reverse order.
+        ``idle``: before each row stands another of that request without tokens.
+        """
         step = self._host.build(scheduled, query_len=query_len)
         host, rows = step.host, np.arange(step.num_reqs)[:: -1 if turned else 1]
         tokens = [np.arange(*host.query_start_loc[row : row + 2]) for row in rows]
-        starts = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
         slots = host.slot_mapping[np.concatenate(tokens)] if tokens else np.array(host.slot_mapping)
-        size = step.num_reqs if bucket is None else bucket
-        table = host.block_table[rows]
-        metadata = self._adopted(starts, host.seq_lens[rows], size, table, slots, in_graph=bucket is not None)
+        counts, lengths, table = np.array([*map(len, tokens)], np.int32), host.seq_lens[rows], host.block_table[rows]
+        if idle:
+            lengths = np.stack((lengths - counts, lengths), axis=1).ravel()
+            counts, table = np.stack((0 * counts, counts), axis=1).ravel(), table.repeat(2, axis=0)
+        starts = np.cumsum([0, *counts], dtype=np.int32)
+        size = len(counts) if bucket is None else bucket
+        metadata = self._adopted(starts, lengths, size, table, slots, in_graph=bucket is not None)
         metadata.req_ids = tuple(step.req_ids[row] for row in rows)
         if not self.steps._on_cpu:
             metadata.host.slot_mapping = slots  # for who checks the cache; the plan has been made without
@@ -116,10 +121,12 @@ class AdoptingEngine(Engine):
         super().__init__(backend, **given)
         self.adopting = AdoptingBuilder(self.batch, backend, max_num_batched_tokens=self.builder.max_num_batched_tokens)
 
-    def step(self, scheduled: Mapping[Any, int], *, turned: bool = False, **padding: int) -> torch.Tensor:
+    def step(
+        self, scheduled: Mapping[Any, int], *, turned: bool = False, idle: bool = False, **padding: int
+    ) -> torch.Tensor:
         """Run a step for ``scheduled`` alone; without padding. Returns the output on the host."""
         if padding:
             raise TypeError(f"AdoptingEngine.step: {sorted(padding)} are of engines that pad a copy of the step")
-        metadata = self.adopting.build(self.scheduled(dict(scheduled)), turned=turned)
+        metadata = self.adopting.build(self.scheduled(dict(scheduled)), turned=turned, idle=idle)
         requests = [StepRequest(name, scheduled[name], self.context(name)) for name in metadata.req_ids]
         return self.run_step(metadata, requests)
