@@ -81,8 +81,8 @@ def _problems(config: BackendConfig, spec: SpecFacts, who: str) -> Iterator[str]
 
 
 def _value_size(config: BackendConfig, spec: SpecFacts, who: str) -> Iterator[str]:
-    found, accepted = config.head_size_v, spec.head_size_v
-    if found is None or found == config.head_size:
+    found, accepted = config.head_size_v or config.head_size, spec.head_size_v
+    if found == config.head_size and not (config.use_mla and accepted is not None):
         return
     if accepted is None:
         yield f"head_size_v: {found} found; {who} accepts the same as head_size, {config.head_size}"

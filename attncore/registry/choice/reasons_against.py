@@ -78,8 +78,8 @@ def _head_sizes(spec: BackendSpec, request: AttentionRequest, host: Host, source
     if request.head_size not in accepted:
         words = sizes.describe(accepted)
         yield _not_supported("head_size", "head_size", request.head_size, sizes.as_json(accepted), words, source)
-    asked, values = request.head_size_v, spec.head_size_v
-    if asked is None or asked == request.head_size:
+    asked, values = request.head_size_v or request.head_size, spec.head_size_v
+    if asked == request.head_size and not (request.use_mla and values is not None):
         return
     if values is None:
         words = "the same as head_size"

@@ -28,6 +28,8 @@ from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_contexts_in_chunks"]
+_BLOCKS = 10
+"""Of a prompt, and enough where a block is one token."""
 Part = tuple[Tensor, Tensor]
 """An output and its log-sum-exp."""
 
@@ -49,7 +51,7 @@ def test_contexts_in_chunks(attncore_subject: Subject, workspace: str) -> None:
 
 
 class _Prompts:
-    """A step of prompts, of which four have no context, one less than a block, a block and more than two."""
+    """A step of four prompts: behind no context, behind one token, behind a block and behind more than two."""
 
     def __init__(self, subject: Subject) -> None:
         self.own = Engine(subject.backend(num_heads=4, num_kv_heads=2), with_lse=True)
@@ -61,9 +63,9 @@ class _Prompts:
         self.size = size = self.own.block_size
         tokens = {"new": 3, "short": size + 1, "block": 2, "long": 5}
         contexts = {"new": 0, "short": 1, "block": size, "long": 2 * size + 3}
-        batch = InputBatch(max_num_reqs=len(tokens), max_model_len=8 * size, block_size=size)
+        batch = InputBatch(max_num_reqs=len(tokens), max_model_len=_BLOCKS * size, block_size=size)
         for index, (name, context) in enumerate(contexts.items()):
-            batch.add_request(name, list(range(1 + 4 * index, 5 + 4 * index)), context)
+            batch.add_request(name, list(range(1 + _BLOCKS * index, 1 + _BLOCKS * (index + 1))), context)
         built = MetadataBuilder(batch, max_num_batched_tokens=sum(tokens.values())).build(tokens)
         prefills = built.prefill_metadata
         assert prefills is not None

@@ -193,7 +193,7 @@ class Generation3:
         """A schedule: here all that it is good for, so that a call which is given another's raises."""
         sizes = (
             batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype.itemsize,
-            is_causal, window_size_left, window_size_right, has_softcap,
+            page_size, is_causal, window_size_left, window_size_right, has_softcap,
         )  # fmt: skip
         return torch.cat([torch.tensor(sizes), seqused_k, cu_seqlens_q])
 
@@ -229,6 +229,8 @@ class Generation3:
             raise RuntimeError("We only support bf16 dtype for S aux, and query heads <= 64")
         if q_v is None and v.shape[-1] != q.shape[-1]:
             raise RuntimeError("this stand-in takes values of another size beside queries of them (q_v) alone")
+        if s_aux is not None and v.shape[-1] != q.shape[-1]:
+            raise RuntimeError("We don't support S aux with hdim != hdim_v")
         if q_v is not None:
             if q.shape[-1] != 64 or v.shape[-1] != 512 or q_v.shape != (*q.shape[:2], 512):
                 raise RuntimeError("q_v is for heads of 64 whose values have 512, as many as it has")

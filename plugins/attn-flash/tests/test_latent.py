@@ -24,12 +24,11 @@ LATENT: dict[str, Any] = {
     "dtype": "bfloat16",
 }  # fmt: skip
 FLASHINFER = {"flashinfer-python": "0.7.2", "apache-tvm-ffi": "0.1.12"}
-NOTHING: Any = None
 
 
 @pytest.fixture(params=["3", "3_vllm"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> standin.Generation3:
-    """What the calls were given; the generation is ``library.name``."""
+    """The operator's stand-in of each package: vLLM's has ``sinks``."""
     made: standin.Generation3 = standin.install(monkeypatch, request.param, standin.MADE[request.param]())
     return made
 
@@ -169,6 +168,7 @@ def test_which_backend_reads_latent_caches(host: Host, fields: dict[str, Any], b
         (where("sm_80", vllm="0.33.0"), {}, "cuda:sm_90"),
         (where("sm_90", vllm="0.33.0"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8_e4m3"),
         (where("sm_90", vllm="0.33.0"), {"head_size": 320, "head_size_v": 256}, "head_size 320"),
+        (where("sm_90", vllm="0.33.0"), {"head_size_v": None}, "head_size_v 576"),
         (where("sm_90", vllm="0.33.0"), {"sinks": True}, "sinks"),
         (where("sm_90", vllm="0.33.0"), {"options": {"flash": {"generation": "2"}}}, "options ask for generation 2"),
     ],
@@ -198,3 +198,12 @@ def test_calls_find_a_build_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["use_mla: this build of vllm 0.33.0 leaves it out" in str(reason) for reason in reasons] == [True]
     plain = AttentionRequest(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     assert list(check(plain, host)) == []
+
+
+def test_a_build_without_windows_has_none_over_latent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ProbeResult("vllm 0.33.0", "a GPU", lacks={"sliding_window": "no local attention"})
+    monkeypatch.setattr(probe_results, "read", lambda generation, device="": found if generation == "3_vllm" else None)
+    (variant,) = (one for one in make_spec().variants if one.name == "fa3_vllm_latent")
+    assert "sliding_window" not in variant.facts["features"]
+    assert "no local attention" in variant.facts["unsupported"]["sliding_window"]
+    assert variant.facts["head_sizes"] == {ROW}

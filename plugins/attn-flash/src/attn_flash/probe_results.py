@@ -26,7 +26,10 @@ HEAD_SIZES = tuple(range(8, 257, 8))
 FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "alibi_standard", "sinks")
 CACHE_DTYPES = ("kv_cache_dtype fp8_e4m3",)
 LATENT = "kv_cache latent"
-"""What calls can show a build to lack."""
+_DTYPE_NAMES = frozenset(f"dtype {name}" for name in DTYPES)
+_SIZE_NAMES = frozenset(f"head_size {size}" for size in HEAD_SIZES)
+_NAMES = _DTYPE_NAMES | _SIZE_NAMES | {*FEATURES, *CACHE_DTYPES, LATENT}
+"""What calls can show a build to lack. Findings of an earlier version, which asked for less, are not read."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,11 @@ def _credible(result: ProbeResult) -> bool:
     if not isinstance(lacks, dict) or type(result.synchronises) is not bool:
         return False
     texts = (result.library, result.device, result.fails, *lacks.values())
-    dtypes, sizes = {f"dtype {name}" for name in DTYPES}, {f"head_size {size}" for size in HEAD_SIZES}
     return (
         all(isinstance(text, str) and len(text) <= 1000 for text in texts)
-        and lacks.keys() <= {*dtypes, *sizes, *FEATURES, *CACHE_DTYPES, LATENT}
-        and not (dtypes <= lacks.keys() or sizes <= lacks.keys())  # it would run nothing, and `fails` says so
+        and lacks.keys() <= _NAMES
+        # It would run nothing then, and `fails` says so.
+        and not any(lacks.keys() >= kind for kind in (_DTYPE_NAMES, _SIZE_NAMES))
     )
 
 
@@ -169,7 +172,7 @@ def forget(generation: str, device: str = "") -> None:
 
 
 def _key(generation: str) -> str:
-    """The library's file as it is now; empty where there is none."""
+    """The library's file as it is now, and what calls ask of it; empty where there is none."""
     of_library = library_file(generation)
     if of_library is None:
         return ""
@@ -177,7 +180,7 @@ def _key(generation: str) -> str:
         status = of_library.stat()
     except OSError:
         return ""
-    facts = f"{of_library.resolve()} {status.st_mtime_ns} {status.st_size}"
+    facts = f"{of_library.resolve()} {status.st_mtime_ns} {status.st_size} {sorted(_NAMES)}"
     import hashlib  # here: `attncore list` reads this module, and where no library is installed asks for no name
 
     return hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,7 @@ _LATENT_FACTS = {
     "unsupported": {
         "alibi": "the kernel takes no slopes",
         "alibi_standard": "the kernel takes no slopes",
-        "sinks": "the kernel was not tried with sinks over latent rows",
+        "sinks": "the operator takes none where values have another size than keys",
         "kv_scales": "the kernel reads latent rows of 16 bits alone",
         "strided_kv_cache": "a latent cache is whole",
         "encoder": _LATENT_DECODER,
@@ -173,38 +173,31 @@ def make_spec() -> BackendSpec:
         },
         options={"generation": Option(str, "use this generation or none", choices=("2", "3", "4"))},
         variants=(
-            *(_variant(generation) for generation in probe_results.DISTRIBUTIONS),
-            *(_latent_variant(generation) for generation in ("3", "3_vllm")),
+            *(_variant(generation, _plain_facts(generation)) for generation in probe_results.DISTRIBUTIONS),
+            *(_variant(generation, _LATENT_FACTS, LATENT_SUFFIX) for generation in ("3", "3_vllm")),
         ),
     )  # fmt: skip
 
 
-def _variant(generation: str) -> Variant:
+def _plain_facts(generation: str) -> dict[str, Any]:
+    return {**_PAGES[generation], "features": _FEATURES[generation], "unsupported": _UNSUPPORTED[generation]}
+
+
+def _variant(generation: str, given: Mapping[str, Any], suffix: str = "") -> Variant:
+    """What a generation can do over the kind of cache that ``given`` states the facts of, less what its build lacks."""
     found = probe_results.read(generation)  # what a build leaves out it lacks on every device
-    facts: dict[str, Any] = {**_PAGES[generation], "features": _FEATURES[generation]}
-    unsupported = dict(_UNSUPPORTED[generation])
+    facts = dict(given)
     if found is not None and not found.fails:
         lacks = found.missing("")
-        facts["features"] = _FEATURES[generation] - lacks.keys()
-        unsupported |= {name: _left_out(found, text) for name, text in lacks.items()}
+        facts["features"] = facts["features"] - lacks.keys()
+        facts["unsupported"] = facts["unsupported"] | {name: _left_out(found, text) for name, text in lacks.items()}
         facts["dtypes"] = [name for name in probe_results.DTYPES if name not in found.missing("dtype")]
         if "kv_cache_dtypes" in facts:
             facts["kv_cache_dtypes"] = facts["kv_cache_dtypes"] - found.missing("kv_cache_dtype").keys()
-        if found.head_sizes:
+        if found.head_sizes and not facts.get("use_mla"):
             facts["head_sizes"] = [size for size in probe_results.HEAD_SIZES if size not in found.head_sizes]
-    facts["unsupported"] = unsupported
     check = partial(_check, generation, found)
-    return Variant(f"fa{generation}", requires=(_REQUIRES[generation],), check=check, **facts)
-
-
-def _latent_variant(generation: str) -> Variant:
-    """What a generation can do over latent caches (MLA)."""
-    found = probe_results.read(generation)
-    facts: dict[str, Any] = dict(_LATENT_FACTS)
-    if found is not None and not found.fails:
-        facts["dtypes"] = [name for name in probe_results.DTYPES if name not in found.missing("dtype")]
-    check = partial(_check, generation, found)
-    return Variant(f"fa{generation}{LATENT_SUFFIX}", requires=(_REQUIRES[generation],), check=check, **facts)
+    return Variant(f"fa{generation}{suffix}", requires=(_REQUIRES[generation],), check=check, **facts)
 
 
 def _left_out(found: ProbeResult, text: str) -> str:
