@@ -276,8 +276,9 @@ cdef class AdoptedRows:
         count_rows(self.starts, count, self.decode_threshold, &counts)
         padded = (captured_query_len and num_slots == <slot_t> count * captured_query_len
                   and counts.max_query_len <= captured_query_len
-                  and (not uniform or (counts.one_length and (counts.max_query_len == 0
-                                                              or counts.max_query_len == captured_query_len))))
+                  and ((not uniform and captured_query_len > 1)  # of one token a row, token i is of row i
+                       or (counts.one_length and (counts.max_query_len == 0
+                                                  or counts.max_query_len == captured_query_len))))
         row[0] = 0
         if padded:
             counts.num_decodes = counts.num_actual_reqs

@@ -165,7 +165,8 @@ class AdoptedRows:
         num_tokens, room = int(own_starts[-1]), count * captured_query_len
         fits = captured_query_len > 0 and max_query_len <= captured_query_len
         padded = fits and num_slots == room and (
-            (one_length and max_query_len in (0, captured_query_len)) or not uniform
+            # Of one token a row, token i is of row i.
+            (one_length and max_query_len in (0, captured_query_len)) or (not uniform and captured_query_len > 1)
         )  # fmt: skip
         if padded:
             num_decodes = num_actual_reqs

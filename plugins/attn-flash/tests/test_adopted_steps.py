@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attncore import AdoptedSteps
+from attncore.dense import dense_attention
 from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
 
@@ -45,3 +46,40 @@ def test_a_plan_of_decodes_outlasts_its_step(generation: str) -> None:
         plans.append(plan)
         assert metadata.seq_start_loc.tolist() == [0, 5 + step, 14 + 2 * step]
     assert plans[0] is plans[1] is plans[2]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_plan_of_decodes_is_not_that_of_more_tokens(generation: str, rows: int) -> None:
+    """An engine's rows run one token, and in the next step drafts as well: its lengths and table lie where they lay."""
+    torch.manual_seed(0)
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(4)
+    steps = AdoptedSteps(
+        backend, max_num_reqs=2, max_num_tokens=64, max_model_len=size, num_blocks=4, decode_threshold=3
+    )
+    starts, lengths, table, slots = (
+        torch.zeros(shape, dtype=dtype)
+        for shape, dtype in ((3, torch.int32), (2, torch.int32), ((2, 1), torch.int32), (64, torch.int64))
+    )
+    table[:, 0] = torch.tensor([1, 2])
+    said = [[torch.zeros(0, 2, 16)] * 2 for _ in range(rows)]
+    for counts in ([1, 1], [1, 1], [3, 3], [2, 2], [1, 2], [1, 1], [2, 1]):
+        counts = counts[:rows]
+        starts[1 : rows + 1] = torch.tensor(counts).cumsum(0)
+        num_tokens = sum(counts)
+        slots[:num_tokens] = torch.cat(
+            [torch.arange(count) + (row + 1) * size + len(said[row][0]) for row, count in enumerate(counts)]
+        )
+        lengths[:rows] += torch.tensor(counts, dtype=torch.int32)
+        metadata = steps.build(
+            query_start_loc=starts[: rows + 1], seq_lens=lengths[:rows], block_table=table[:rows],
+            slot_mapping=slots[:num_tokens],
+        )  # fmt: skip
+        query, key, value = (torch.randn(num_tokens, heads, 16).bfloat16() for heads in (4, 2, 2))
+        found, start = impl.forward(query, key, value, cache, metadata), 0
+        for row, count in enumerate(counts):
+            mine = slice(start, start + count)
+            said[row] = [torch.cat((old, new[mine].float())) for old, new in zip(said[row], (key, value), strict=True)]
+            expected = dense_attention(query[mine].float(), *said[row], scale=0.25)
+            torch.testing.assert_close(found[mine].float(), expected, atol=3e-2, rtol=3e-2)
+            start += count

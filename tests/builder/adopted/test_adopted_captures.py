@@ -122,6 +122,24 @@ def test_a_mixed_step_of_as_many_rows_is_an_eager_one():
     assert (metadata.use_cuda_graph, metadata.num_reqs, metadata.num_decodes, metadata.num_prefills) == (False, 3, 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("level", "query_len", "in_graph"), [("uniform", 2, False), ("always", 2, True), ("always", 1, False)]
+)
+def test_a_row_without_tokens_ahead_of_others(kernels, level, query_len, in_graph):
+    """Where each row has one token a kernel may take token i for that of row i: padded rows come last."""
+    engine = PersistentBuffers(query_len=query_len)
+    steps = steps_of(backend_of(level), decode_threshold=2, kernels=kernels)
+    steps.build(**engine.fill([9] * 4, 4), capturing=True)
+    for _ in range(3):  # the later ones are known
+        given = engine.fill([9] * 3, 4)
+        assert steps.build(**given).use_cuda_graph
+        given["query_start_loc"][1:] = torch.tensor([1, 1, 2, 3]) * query_len
+        given["seq_lens"][:] = int32(9, 0, 9, 9)
+        metadata = steps.build(**given)
+        assert metadata.use_cuda_graph is in_graph
+        assert metadata.num_decodes + metadata.num_prefills == 4
+
+
 def test_tensors_elsewhere_than_at_the_capture_are_refused():
     """The graph would read the others."""
     engine, steps = PersistentBuffers(), steps_of()

@@ -153,6 +153,8 @@ class DecoderPlan(StepPlan):
         """Whether a later step of the same tensors is still what this was made for."""
         if metadata.num_prefills or not self._above < metadata.max_seq_len <= self._longest:
             return False
+        if metadata.num_tokens != self.num_tokens:  # of adopted steps, whose rows may have more tokens than last time
+            return False
         # With as many rows and tokens as then, and one a row, it is that again.
         return self._one_token_each or self._counts == (metadata.max_query_len, metadata.use_cuda_graph)
 

@@ -103,7 +103,8 @@ class TritonImpl(RocmImpl):
         """Attention of a step's queries, or a view's, over ``keys`` by the kernels."""
         self.backend.launcher(
             query, output, lse, metadata.query_start_loc, keys, self.scoring, most_queries=metadata.max_query_len,
-            one_token_each=metadata.max_query_len == 1,
+            # Rows without a token may stand among prefills; else they are padding, and come last.
+            one_token_each=metadata.max_query_len == 1 and not metadata.num_prefills,
         )  # fmt: skip
 
     def cached_keys(self, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
