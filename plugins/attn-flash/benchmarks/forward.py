@@ -84,7 +84,9 @@ class Case:
         self.impl, self.next_impl = (backend.impl(f"layers.{index}", scale=SCALE) for index in range(2))
         tokens = self.metadata.num_tokens
         self.tensors = tensors(backend.config, tokens)
-        self.output = self.tensors[0].new_empty((*self.tensors[0].shape[:2], backend.config.head_size_v or 128))
+        self.output = self.tensors[0].new_empty(
+            (*self.tensors[0].shape[:2], backend.config.head_size_v or backend.config.head_size)
+        )
         self.bare = self._bare(backend, together=False)
         self.calls = {"bare": self.bare, "forward": self.forward, "into output": self.into}
         if backend.config.use_mla:

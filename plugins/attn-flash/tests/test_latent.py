@@ -8,7 +8,9 @@ import flash_standin as standin
 import pytest
 import torch
 from attn_flash import doctor, probe, probe_results
+from attn_flash.latent_layer import LatentLayer
 from attn_flash.probe_results import ProbeResult
+from attn_flash.segments import packed_segment
 from attn_flash.spec import make_spec
 
 import attncore
@@ -137,6 +139,21 @@ def test_a_step_without_tokens(library: standin.Generation3) -> None:
     assert found is output
     assert not found.any()
     assert lse.shape == (2, HEADS)
+    assert lse.isneginf().all()
+
+
+def test_partial_outputs_stay_within_the_workspace(library: standin.Generation3) -> None:
+    """A part of a row's keys takes 2 KiB a head and token; a few short rows have as many parts as the library likes."""
+    engine = Engine(library)
+    layer = LatentLayer(
+        library.library(), num_heads=128, scale=1.0, sliding_window=None, logits_soft_cap=None, alibi_slopes=None,
+        sinks=None, causal=True,
+    )  # fmt: skip
+    segment = packed_segment(torch.zeros(1, dtype=torch.int32), 1, 1)
+    for tokens, most in ((1, 0), (7, 0), (8, 0), (9, 113), (64, 16), (256, 4), (4096, 1)):
+        assert layer._splits(segment._replace(stop=tokens)) == most
+        partial_outputs = (most or 128) * tokens * 128 * VALUES * 4
+        assert most == 1 or partial_outputs <= engine.backend.spec.workspace_bytes  # one part is none
 
 
 def where(device: str, **packages: str) -> Host:
@@ -189,7 +206,9 @@ def test_calls_find_a_build_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = attncore.select(AttentionRequest(**{**LATENT, "backend": "flash"}), host=host)
     standin.install(monkeypatch, "3_vllm", standin.Generation3())
     monkeypatch.setattr("attn_flash.backend.FlashBackend._found", lambda self: found)
-    with pytest.raises(ValueError, match=r"^use_mla: latent rows was left out of this build of vllm 0\.33\.0"):
+    with pytest.raises(
+        ValueError, match=r"^use_mla: the kernel of latent rows was left out of this build of vllm 0\.33\.0"
+    ):
         choice.create(device="cpu")
     monkeypatch.setattr(probe_results, "read", lambda generation, device="": found if generation == "3_vllm" else None)
     (variant,) = (one for one in make_spec().variants if one.name == "fa3_vllm_latent")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class FlashBackend(AttentionBackend):
                 "the request, options={'flash': {'generation': ...}}"
             )
         self._module = MODULES[self.generation]
-        self._library, self._layer_class = self._module.load(), self._module.Layer
+        self._library = self._module.load()
+        self._layer_class: Callable[..., Layer] = self._module.Layer
         self.probed = self._found()
         if self.probed.fails:
             raise ValueError(f"generation: {self.probed.library} failed when it was called: {self.probed.fails}")
@@ -64,8 +65,7 @@ class FlashBackend(AttentionBackend):
     def layer(self, **given: Any) -> Layer:
         """A layer's calls: the ``Layer`` of the generation's module, or a subclass of it."""
         facts = {"synchronises": self.probed.synchronises, "device": self.config.device}
-        made: Layer = self._layer_class(self._library, **facts, **given)
-        return made
+        return self._layer_class(self._library, **facts, **given)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """``(2, num_blocks, block_size, num_kv_heads, head_size)``, or heads before tokens for the layout HND."""

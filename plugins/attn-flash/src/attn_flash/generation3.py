@@ -166,7 +166,7 @@ class Layer:
         if fp8 and self._descales is not None:
             scales = [one.expand(rows, -1) for one in self._descales]
         rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
-        schedule = self._scheduler(segment, (keys, values), arguments)
+        schedule = self._scheduler(segment, (keys, values), arguments, last)
 
         def call(query: Tensor, key: Any, value: Any) -> Any:
             written = schedule(query)
@@ -177,9 +177,11 @@ class Layer:
         return call
 
     def _scheduler(
-        self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments
+        self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments, last: tuple[Any, ...]
     ) -> Callable[[Tensor], Tensor | None]:
-        """What gives the schedule of a call over ``caches``, of a query: None where the call is to write its own."""
+        """What gives the schedule of a call over ``caches``, of a query: None where the call is to write its own.
+        ``last`` are the call's own last arguments, the first of which bounds the parts of a row.
+        """
         keys, values = caches
         operator, mine, kind = self._library.schedule, id(self), (self._window, self._capped, keys.dtype)
         if operator is None or segment.entry != "decode":
@@ -188,7 +190,7 @@ class Layer:
         # The sizes are those of the call, which makes room for as many splits as it counts from them.
         rest = (
             keys.dtype, lengths, starts, None, None, None, None, keys.shape[1], 0, *self._window, self._capped,
-            *self._last[:3],
+            *last[:3],
         )  # fmt: skip
 
         def written(query: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ class LatentImpl(FlashImpl):
 
     Every method takes the queries (T, num_heads, head_size) and the latent rows (T, 1, head_size) as ``key``, reads no
     ``value``, and gives (T, num_heads, head_size_v). ``kv_cache`` is (blocks, block_size, head_size), or None in a
-    profiling run.
+    profiling run. All are of the model's dtype and on the device.
     """
 
     def scales_changed(self) -> None:
@@ -43,8 +44,8 @@ class LatentBackend(FlashBackend):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        self._refuse_left_out("use_mla", LATENT, "latent rows")
-        self._layer_class = LatentLayer
+        self._refuse_left_out("use_mla", LATENT, "the kernel of latent rows")
+        self._layer_class = partial(LatentLayer, num_heads=config.num_heads)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """A row a token, without heads."""

@@ -13,22 +13,36 @@ from torch import Tensor
 
 from attn_flash import generation3
 from attn_flash.generation2 import given_caches
-from attn_flash.generation3 import StepArguments
+from attn_flash.generation3 import Library, StepArguments
 from attn_flash.segments import Segment
-from attn_flash.spec import LATENT_ROW, LATENT_VALUES
+from attn_flash.spec import LATENT_ROW, LATENT_VALUES, LATENT_WORKSPACE
 
 _SIZES = LATENT_VALUES, LATENT_ROW - LATENT_VALUES
+_MOST_SPLITS = 128
+"""Of a row's keys, by the library's own count, which is taken where there is room for as many."""
 
 
 class LatentLayer(generation3.Layer):
     """The calls of one layer. Keys, of a step and of ``caches``, are the rows, which hold the values too: what is given
     as values is not read. Queries have as many columns as a row, outputs as many as the values.
+
+    ``num_heads`` is that of the queries. The partial outputs of a row's parts, float32, take LATENT_WORKSPACE bytes at
+    most: left alone, the library makes room for as many parts as it has cores, 4 GiB for 256 rows of 128 heads.
     """
+
+    def __init__(self, library: Library, *, num_heads: int, **given: Any) -> None:
+        super().__init__(library, **given)
+        self._bytes_of_a_token = 4 * num_heads * LATENT_VALUES
+
+    def _splits(self, segment: Segment) -> int:
+        """The parts at most that a row of a segment is split into; 0: as many as the library counts."""
+        most = LATENT_WORKSPACE // (self._bytes_of_a_token * max(1, segment.stop - segment.start))
+        return max(1, most) if most < _MOST_SPLITS else 0
 
     def _call(
         self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
     ) -> Callable[[Tensor, Any, Any], Any]:
-        forward, last = self._library.forward, self._last
+        forward, last = self._library.forward, (self._splits(segment), *self._last[1:])
         rest = (*arguments.given, None, None, None, *self._fixed)
         if segment.entry == "packed":
 
@@ -39,7 +53,7 @@ class LatentLayer(generation3.Layer):
             return packed
         rows = given_caches(caches)[0]
         values, keys = rows.split_with_sizes(_SIZES, 3)
-        schedule = self._scheduler(segment, (keys, values), arguments)
+        schedule = self._scheduler(segment, (keys, values), arguments, last)
 
         def paged(query: Tensor, key: Any, value: Any) -> Any:
             content, rotated = query.split_with_sizes(_SIZES, 2)  # one call for both: each costs the host a microsecond

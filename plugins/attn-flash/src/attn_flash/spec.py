@@ -111,6 +111,8 @@ LATENT_SUFFIX = "_latent"
 """Of the variants that read latent caches."""
 LATENT_ROW, LATENT_VALUES = 576, 512
 """Columns of a latent row, and those of them that are its values too."""
+LATENT_WORKSPACE = 256 << 20
+"""Bytes of partial outputs over latent caches at most, float32 of each part of a row's keys."""
 _LATENT_FIRST = (
     "latent caches: on sm_90 before flashinfer, which plans on the host: 32 layers of 16 heads take 0.9 ms for 8 "
     "decodes, 3.2 for 64, 9.8 for 256, with flashinfer 1.3, 3.5 and 10.3; of 128 heads 1.2, 4.7 and 13.8, with "
@@ -127,6 +129,7 @@ _LATENT_FACTS = {
     "head_size_v": {LATENT_VALUES},
     "kv_cache_layouts": ("NHD",),
     "preferred_block_size": 64,
+    "workspace_bytes": LATENT_WORKSPACE,
     "features": {"sliding_window", "logits_soft_cap", "multi_token_decode", "lse"},
     "unsupported": {
         "alibi": "the kernel takes no slopes",
