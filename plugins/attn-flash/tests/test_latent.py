@@ -146,14 +146,15 @@ def test_partial_outputs_stay_within_the_workspace(library: standin.Generation3)
     """A part of a row's keys takes 2 KiB a head and token; a few short rows have as many parts as the library likes."""
     engine = Engine(library)
     layer = LatentLayer(
-        library.library(), num_heads=128, scale=1.0, sliding_window=None, logits_soft_cap=None, alibi_slopes=None,
-        sinks=None, causal=True,
+        library.library(), num_heads=128, cores=132, scale=1.0, sliding_window=None, logits_soft_cap=None,
+        alibi_slopes=None, sinks=None, causal=True,
     )  # fmt: skip
     segment = packed_segment(torch.zeros(1, dtype=torch.int32), 1, 1)
-    for tokens, most in ((1, 0), (7, 0), (8, 0), (9, 113), (64, 16), (256, 4), (4096, 1)):
+    for tokens, most in ((1, 0), (2, 128), (64, 4), (256, 1), (4096, 1)):
         assert layer._splits(segment._replace(stop=tokens)) == most
-        partial_outputs = (most or 128) * tokens * 128 * VALUES * 4
+        partial_outputs = (most or 132) * tokens * 128 * VALUES * 4
         assert most == 1 or partial_outputs <= engine.backend.spec.workspace_bytes  # one part is none
+    assert layer._splits(segment._replace(stop=2048, max_query_len=2048)) == 0  # the library splits none of these
 
 
 def where(device: str, **packages: str) -> Host:

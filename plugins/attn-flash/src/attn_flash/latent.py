@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_flash.backend import FlashBackend
@@ -45,8 +46,15 @@ class LatentBackend(FlashBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._refuse_left_out("use_mla", LATENT, "the kernel of latent rows")
-        self._layer_class = partial(LatentLayer, num_heads=config.num_heads)
+        self._layer_class = partial(LatentLayer, num_heads=config.num_heads, cores=_cores(config.device))
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """A row a token, without heads."""
         return (num_blocks, block_size, head_size)
+
+
+def _cores(device: str) -> int:
+    """The multiprocessors of a CUDA device; elsewhere an H100's."""
+    if torch.device(device).type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,26 +18,30 @@ from attn_flash.segments import Segment
 from attn_flash.spec import LATENT_ROW, LATENT_VALUES, LATENT_WORKSPACE
 
 _SIZES = LATENT_VALUES, LATENT_ROW - LATENT_VALUES
-_MOST_SPLITS = 128
-"""Of a row's keys, by the library's own count, which is taken where there is room for as many."""
+_TILE = 64
+"""Query heads of a row's tokens that a core takes at a time."""
 
 
 class LatentLayer(generation3.Layer):
     """The calls of one layer. Keys, of a step and of ``caches``, are the rows, which hold the values too: what is given
     as values is not read. Queries have as many columns as a row, outputs as many as the values.
 
-    ``num_heads`` is that of the queries. The partial outputs of a row's parts, float32, take LATENT_WORKSPACE bytes at
-    most: left alone, the library makes room for as many parts as it has cores, 4 GiB for 256 rows of 128 heads.
+    ``num_heads`` is that of the queries, ``cores`` the device's multiprocessors. The partial outputs of a row's parts,
+    float32, take LATENT_WORKSPACE bytes at most: left alone, the library makes room for about as many parts as there
+    are cores, 4 GiB for 256 rows of 128 heads.
     """
 
-    def __init__(self, library: Library, *, num_heads: int, **given: Any) -> None:
+    def __init__(self, library: Library, *, num_heads: int, cores: int, **given: Any) -> None:
         super().__init__(library, **given)
-        self._bytes_of_a_token = 4 * num_heads * LATENT_VALUES
+        self._num_heads, self._cores = num_heads, cores
 
     def _splits(self, segment: Segment) -> int:
-        """The parts at most that a row of a segment is split into; 0: as many as the library counts."""
-        most = LATENT_WORKSPACE // (self._bytes_of_a_token * max(1, segment.stop - segment.start))
-        return max(1, most) if most < _MOST_SPLITS else 0
+        """The parts at most that a row of a segment is split into; 0: as many as the library counts, which is 1 where
+        the longest query has tiles for most cores, and never more than there are cores.
+        """
+        tiles = -(-segment.max_query_len * self._num_heads // _TILE)
+        most = LATENT_WORKSPACE // (4 * LATENT_VALUES * self._num_heads * max(1, segment.stop - segment.start))
+        return 0 if tiles >= 0.8 * self._cores or most >= self._cores else max(1, most)
 
     def _call(
         self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None

@@ -143,7 +143,7 @@ def _attend3(
     query, cache, lengths, table = _tensors(device, dtype, size, 16)
     starts = torch.cat((lengths.new_zeros(1), lengths // lengths))
     given = {"sliding_window": None, "logits_soft_cap": None, **features}
-    kind = partial(LatentLayer, num_heads=1) if latent else generation3.Layer
+    kind = partial(LatentLayer, num_heads=1, cores=1) if latent else generation3.Layer
     layer = kind(
         library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
         device=str(device), descales=torch.ones(3, 1, device=device), **given,

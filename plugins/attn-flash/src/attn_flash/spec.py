@@ -111,12 +111,13 @@ LATENT_SUFFIX = "_latent"
 """Of the variants that read latent caches."""
 LATENT_ROW, LATENT_VALUES = 576, 512
 """Columns of a latent row, and those of them that are its values too."""
-LATENT_WORKSPACE = 256 << 20
-"""Bytes of partial outputs over latent caches at most, float32 of each part of a row's keys."""
+LATENT_WORKSPACE = 64 << 20
+"""Bytes of partial outputs over latent caches at most, float32 of each part of a row's keys. More makes no step faster,
+and 256 decodes of 128 heads slower (docs/design/flash-attention-3.md)."""
 _LATENT_FIRST = (
     "latent caches: on sm_90 before flashinfer, which plans on the host: 32 layers of 16 heads take 0.9 ms for 8 "
-    "decodes, 3.2 for 64, 9.8 for 256, with flashinfer 1.3, 3.5 and 10.3; of 128 heads 1.2, 4.7 and 13.8, with "
-    "flashinfer 1.6, 5.0 and 13.0 (one H100, 2026-11-28)"
+    "decodes, 3.2 for 64, 8.9 for 32 beside prefills of 3,584 tokens, with flashinfer 1.3, 3.5 and 8.6; of 128 heads "
+    "1.2, 4.7 and 62, with flashinfer 1.6, 5.0 and 54 (one H100, 2026-11-28)"
 )
 _LATENT_DECODER = "a latent cache is for causal layers"
 _LATENT_FACTS = {
