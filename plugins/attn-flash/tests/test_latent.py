@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import flash_standin as standin
@@ -206,7 +207,7 @@ def test_calls_find_a_build_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     host = where("sm_90", vllm="0.33.0")
     choice = attncore.select(AttentionRequest(**{**LATENT, "backend": "flash"}), host=host)
     standin.install(monkeypatch, "3_vllm", standin.Generation3())
-    monkeypatch.setattr("attn_flash.backend.FlashBackend._found", lambda self: found)
+    monkeypatch.setattr(import_module("attn_flash.latent").LatentBackend, "_found", lambda self: found)
     with pytest.raises(
         ValueError, match=r"^use_mla: the kernel of latent rows was left out of this build of vllm 0\.33\.0"
     ):
