@@ -47,6 +47,7 @@ class AttncoreImpl(AttentionImpl):
         self._before: Any = None
         self._cache: Any = None
         self._pair: Any = None
+        self._place = 0
 
     def bind(self, name: str, backend: Any, before: Any) -> Any:
         """Makes the layer ``name`` of ``backend``, which is returned. ``before`` is called with a captured step, before
@@ -86,10 +87,11 @@ class AttncoreImpl(AttentionImpl):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ValueError("attncore: vLLM asks for a quantised output, which fused_output_quant_supported denies")
-        if kv_cache is not self._cache:
+        if kv_cache is not self._cache or kv_cache.data_ptr() != self._place:  # the same tensor on other memory
             # Keys and values lie side by side in each head's row: a pair of strided views, nothing is copied.
             rows, size = kv_cache.transpose(1, 2), self.head_size
             self._cache, self._pair = kv_cache, (rows[..., :size], rows[..., size:])
+            self._place = kv_cache.data_ptr()
         if attn_metadata.use_cuda_graph:
             self._before(attn_metadata)
         count = attn_metadata.num_tokens

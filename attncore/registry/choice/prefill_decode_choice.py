@@ -13,7 +13,11 @@ from attncore.show import guarded
 
 @dataclass(frozen=True)
 class JointChoice:
-    """Two choices that share block size, layout and cache dtype; each creates its own backend."""
+    """Two choices that share block size, layout and cache dtype; each creates its own backend.
+
+    Whole caches of two backends may still differ in where keys and values lie. Both read the views that
+    ``kv_cache_views`` of one gives, where the request asks for ``strided_kv_cache``.
+    """
 
     prefill: Choice
     decode: Choice

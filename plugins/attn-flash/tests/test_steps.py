@@ -88,6 +88,31 @@ def test_a_cache_is_dropped_when_another_takes_its_place(generation: str) -> Non
     assert [view() for view in views] == [None, None]
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_cache_that_is_given_other_memory(generation: str, paired: bool) -> None:
+    """The same tensor, whose memory an engine has exchanged: its views of before show the old one."""
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(4)
+    given = tuple(part.clone() for part in backend.kv_cache_views(cache)) if paired else cache
+    batch = InputBatch(max_num_reqs=2, max_model_len=size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64)
+    batch.add_request("a", [1])
+    said = [torch.zeros(0, 2, 16)] * 2
+    for step in range(4):
+        if step == 2:  # the values alone, of a pair
+            part = given[1] if paired else given
+            before = part.data
+            part.data = before.clone()
+            before.fill_(7.0)
+        query, key, value = tensors(1)
+        found = impl.forward(query, key, value, given, builder.build())
+        said = [torch.cat((old, new.float())) for old, new in zip(said, (key, value), strict=True)]
+        close(found, dense_attention(query.float(), *said, scale=0.25))
+        for view, rows in zip(backend.kv_cache_views(given), said, strict=True):
+            assert torch.equal(view[1, : step + 1].float(), rows)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_decodes_of_different_lengths_grow_within_a_block(generation: str, window: int | None) -> None:
     """What lies beside the metadata of one step bounds the lengths of the next in the same arena, too."""

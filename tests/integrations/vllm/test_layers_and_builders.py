@@ -115,6 +115,16 @@ def test_keys_that_are_in_the_cache_already_may_be_left_out():
     torch.testing.assert_close(output[:4], first[:4])
 
 
+def test_a_cache_that_is_given_other_memory():
+    """The same tensor, as vLLM may hold it beyond what its memory was."""
+    layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS)}
+    builder, kv_cache = builder_of(layers), cache()
+    run(layers["one"], builder.build(0, step([5, 9], [1, 3])), kv_cache)
+    kv_cache.data = cache()
+    run(layers["one"], builder.build(0, step([5, 9], [1, 3])), kv_cache)
+    assert (kv_cache != 0).any(-1).any(1).nonzero().tolist() == [[1, 4], [2, 6], [2, 7], [2, 8]]
+
+
 def test_padding_writes_nothing_and_a_profiling_run_gives_zeros():
     layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS)}
     metadata = builder_of(layers).build(0, step([5, 9], [1, 3]))

@@ -56,6 +56,8 @@ class FlashImpl(AttentionImpl):
         self.scales_changed()
         self._cache: Any = None
         self._views: Caches = None
+        self._parts: tuple[Tensor, ...] = ()
+        self._places: list[int] = []
         self._plans: DecoderPlans | None = None  # cross and encoder layers, which share steps with decoder layers
         self._reading_plans: DecoderPlans | None = None
         if self.attn_type is AttentionType.DECODER:
@@ -82,7 +84,10 @@ class FlashImpl(AttentionImpl):
         except AttributeError:
             self.check_order(query, metadata)
             raise
-        if plan is None or kv_cache is not self._cache or query.shape[0] != plan.num_tokens:
+        if (
+            plan is None or kv_cache is not self._cache or query.shape[0] != plan.num_tokens
+            or [part.data_ptr() for part in self._parts] != self._places
+        ):  # fmt: skip
             return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False, write=write)[0]
         calls = self._calls.get(plan) or self._bound(plan)
         if not write:
@@ -256,9 +261,15 @@ class FlashImpl(AttentionImpl):
         check_tokens(num_tokens, key=key, value=value)
 
     def _views_of_cache(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
-        if self._views is None or kv_cache is not self._cache:
-            # A list may hold other tensors the next time: it is never taken for the cache that is known.
+        if (
+            self._views is None or kv_cache is not self._cache
+            or [part.data_ptr() for part in self._parts] != self._places
+        ):  # fmt: skip
+            # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may
+            # be given other memory (``set_``, ``data``), where its views stay.
             self._views, self._cache = self._views_of(kv_cache), kv_cache if type(kv_cache) is not list else _ANEW
+            self._parts = kv_cache if isinstance(kv_cache, tuple) else () if self._cache is _ANEW else (kv_cache,)
+            self._places = [part.data_ptr() for part in self._parts]
             self._calls = {}  # they are bound to the old one, which nothing may keep
         return self._views
 

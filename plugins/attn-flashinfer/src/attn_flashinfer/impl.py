@@ -49,6 +49,8 @@ class FlashInferImpl(AttentionImpl):
         # The wrappers' kernels have none; their logarithms of the softmax's sum say what a sink takes of it.
         self._add_sinks = SinksByLse(self.sinks, base2=True) if isinstance(self.sinks, Tensor) else None
         self._kv_cache: Any = _NO_CACHE_YET
+        self._parts: tuple[Tensor, ...] = ()
+        self._places: list[int] = []
         self._caches: Any
         self._slots: tuple[Tensor, Tensor]
         # Last: a layer that is refused leaves no plans in the backend.
@@ -132,7 +134,7 @@ class FlashInferImpl(AttentionImpl):
             profiled = profiled_step(self.backend, self._write, key, value, metadata)
             step, caches = self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
         else:
-            if kv_cache is not self._kv_cache:
+            if kv_cache is not self._kv_cache or [part.data_ptr() for part in self._parts] != self._places:
                 self.check_order(query, metadata)
                 self._take(kv_cache, metadata)
             step, caches = self._plans.step, self._caches
@@ -199,5 +201,8 @@ class FlashInferImpl(AttentionImpl):
         check_cache(metadata, len(keys))
         self._caches = self._for_kernels(keys, values)
         self._slots = keys, values
-        # A list may hold other tensors the next time: it is never taken for the cache that is known.
+        # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may be
+        # given other memory (``set_``, ``data``), where its views stay.
         self._kv_cache = kv_cache if type(kv_cache) is not list else _NO_CACHE_YET
+        parts = (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
+        self._parts, self._places = parts, [part.data_ptr() for part in parts]

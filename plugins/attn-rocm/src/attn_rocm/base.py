@@ -75,6 +75,8 @@ class RocmImpl(AttentionImpl):
     def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
         self._caches_of: Any = None
+        self._parts: tuple[Tensor, ...] = ()
+        self._places: list[int] = []
         self._caches: tuple[Tensor, Tensor]
         self._formats: Any = None
         self.writer = CacheWriter(self.k_scale, self.v_scale)
@@ -90,8 +92,13 @@ class RocmImpl(AttentionImpl):
 
     def caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as views (blocks, block size, kv heads, head size): those of the last cache are kept."""
-        if kv_cache is not self._caches_of or type(kv_cache) is list:  # which may hold other tensors the next time
+        if (
+            kv_cache is not self._caches_of or type(kv_cache) is list  # which may hold other tensors the next time
+            or [part.data_ptr() for part in self._parts] != self._places  # they were given other memory (``set_``)
+        ):  # fmt: skip
             self._caches, self._caches_of = self.backend.kv_cache_views(kv_cache), kv_cache
+            self._parts = (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
+            self._places = [part.data_ptr() for part in self._parts]
         return self._caches
 
     def written(self, key: Any, value: Any, kv_cache: Any, slots: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:

@@ -50,3 +50,28 @@ def test_rows_without_tokens_stand_anywhere(tokens, captured):
         for token, row in enumerate(row for row, length in enumerate(tokens) if length)
     ]  # fmt: skip
     torch.testing.assert_close(found[:count].float().cpu(), torch.cat(expected), atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["eager whole", "eager pair"])
+def test_a_cache_that_is_given_other_memory(paired):
+    """The same tensor, whose memory an engine has exchanged: its views of before show the old one."""
+    request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float16", "block_size": 16}
+    backend = attncore.select(**request, backend="rocm", kv_cache_layout="HND").create()
+    impl, cache, device = backend.impl("0", scale=0.25), backend.allocate_kv_cache(4), backend.config.device
+    given = tuple(part.clone() for part in backend.kv_cache_views(cache)) if paired else cache
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=16, block_size=16)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=16)
+    batch.add_request("a", [1])
+    said = [torch.zeros(0, 2, 16)] * 2
+    for step in range(3):
+        if step == 2:
+            for part in given if paired else (given,):
+                before = part.data
+                part.data = before.clone()
+                before.fill_(7.0)
+        query, key, value = (torch.randn(1, heads, 16).half() for heads in (4, 2, 2))
+        found = impl.forward(*(part.to(device) for part in (query, key, value)), given, builder.build())
+        said = [torch.cat((old, new.float())) for old, new in zip(said, (key, value), strict=True)]
+        torch.testing.assert_close(
+            found.float().cpu(), dense_attention(query.float(), *said, scale=0.25), atol=4e-3, rtol=4e-3
+        )
