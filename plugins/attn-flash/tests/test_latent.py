@@ -152,10 +152,11 @@ def test_partial_outputs_stay_within_the_workspace(library: standin.Generation3)
     )  # fmt: skip
     segment = packed_segment(torch.zeros(1, dtype=torch.int32), 1, 1)
     for tokens, most in ((1, 0), (2, 128), (64, 4), (256, 1), (4096, 1)):
-        assert layer._splits(segment._replace(stop=tokens)) == most
+        assert layer._splits(segment._replace(stop=tokens, max_seq_len=32768)) == most
         partial_outputs = (most or 132) * tokens * 128 * VALUES * 4
         assert most == 1 or partial_outputs <= engine.backend.spec.workspace_bytes  # one part is none
-    assert layer._splits(segment._replace(stop=2048, max_query_len=2048)) == 0  # the library splits none of these
+    for unsplit in ({"max_query_len": 2048, "max_seq_len": 2048}, {"max_query_len": 1, "max_seq_len": 256}):
+        assert layer._splits(segment._replace(stop=2048, **unsplit)) == 0  # by the library either
 
 
 def where(device: str, **packages: str) -> Host:

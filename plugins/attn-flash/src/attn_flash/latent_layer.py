@@ -19,7 +19,7 @@ from attn_flash.spec import LATENT_ROW, LATENT_VALUES, LATENT_WORKSPACE
 
 _SIZES = LATENT_VALUES, LATENT_ROW - LATENT_VALUES
 _TILE = 64
-"""Query heads of a row's tokens that a core takes at a time."""
+"""Query heads of a row's tokens that a core takes at a time, and keys."""
 
 
 class LatentLayer(generation3.Layer):
@@ -36,12 +36,13 @@ class LatentLayer(generation3.Layer):
         self._num_heads, self._cores = num_heads, cores
 
     def _splits(self, segment: Segment) -> int:
-        """The parts at most that a row of a segment is split into; 0: as many as the library counts, which is 1 where
-        the longest query has tiles for most cores, and never more than there are cores.
+        """The parts at most that a row of a segment is split into; 0: as many as the library counts. It splits none
+        where the longest query has tiles for most cores, or there are at most 4 tiles of keys, and makes no more parts
+        than there are cores or tiles of keys.
         """
-        tiles = -(-segment.max_query_len * self._num_heads // _TILE)
+        queries, keys = -(-segment.max_query_len * self._num_heads // _TILE), -(-segment.max_seq_len // _TILE)
         most = LATENT_WORKSPACE // (4 * LATENT_VALUES * self._num_heads * max(1, segment.stop - segment.start))
-        return 0 if tiles >= 0.8 * self._cores or most >= self._cores else max(1, most)
+        return 0 if queries >= 0.8 * self._cores or keys <= 4 or most >= min(keys, self._cores) else max(1, most)
 
     def _call(
         self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
