@@ -61,9 +61,9 @@ class ReferenceImpl(AttentionImpl):
 
         Request i attends over its first ``seq_lens[i]`` tokens, causally; where its tokens form a draft tree
         (``tree_mask``), each over the context and its ancestors, and a token in a span (``span_ends``) over all of the
-        span, too. A request without context attends over this step's keys
-        alone and needs no block table; so does one of the list builder whose last slot is -1. Tokens beyond the
-        last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
+        span, too. A request without context attends over this step's keys alone and needs no block table; so does one
+        of the list builder whose last slot is -1. Tokens beyond the last request (padding) give zeros. The host's
+        arrays decide and the device's index, so nothing synchronises.
 
         Without ``write`` nothing is written, and the keys and values of tokens that have a slot, or whose row has a
         block table, are read in the cache; ``key`` and ``value``, which may be None, are for other tokens alone.
