@@ -85,7 +85,7 @@ class Launcher:
         """Attention of ``query`` (tokens, heads, size), whose sequences begin at ``starts`` int32 (sequences + 1,).
 
         Fills ``output``, and ``lse`` float32 (tokens, heads) where one is given; tokens behind the last sequence get
-        zeros. ``most_queries`` bounds the queries of a sequence; ``one_token_each``: each has one, or none.
+        zeros. ``most_queries`` bounds the queries of a sequence; ``one_token_each``: token i is sequence i.
         """
         num_tokens, num_seqs = len(query), len(starts) - 1
         if not num_tokens:

@@ -38,7 +38,7 @@ def unified_attention(
 
     Sequence s has tokens ``starts[s]`` to ``starts[s + 1]`` and ``lengths[s]`` keys, of which its tokens are the last.
     Keys come from the cache by the block table, but with RAW, of the first ``raw_rows`` sequences, those of this step
-    (``key_starts``) as they came. ``DECODE``: a sequence has one token or none. With ``SPLITS`` above
+    (``key_starts``) as they came. ``DECODE``: token i is sequence i, so that nothing is searched. With ``SPLITS`` above
     1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
     (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the
     cache holds is times 0, a number that ``scale`` and ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's.
@@ -52,13 +52,7 @@ def unified_attention(
 
     # Which sequence, and which of its queries.
     if DECODE:
-        first = 0
-        own = tl.load(starts_ptr + block + 1, mask=block < num_seqs, other=0) > block
-        seq, high = block, tl.where(own, block, num_seqs)
-        while seq < high:  # sequences without a token are among those before it
-            middle = (seq + high) // 2
-            after = tl.load(starts_ptr + middle + 1) > block
-            seq, high = tl.where(after, seq, middle + 1), tl.where(after, middle, high)
+        seq, first = block, 0
     else:
         seq, high = 0, num_seqs
         while seq < high:  # the last one whose first block is not after this one; num_seqs: behind all of them
@@ -68,11 +62,14 @@ def unified_attention(
         first = (block - tl.load(starts_ptr + seq) // BLOCK - seq) * BLOCK
     is_seq = seq < num_seqs
     if DECODE:
-        start, count = block, 1
+        start = seq
+        count = tl.load(starts_ptr + seq + 1, mask=is_seq, other=0) - tl.load(starts_ptr + seq, mask=is_seq, other=0)
+        length = tl.load(lengths_ptr + seq, mask=is_seq & (count > 0), other=0)
+        count = 1
     else:
         start = tl.load(starts_ptr + seq)
         count = tl.load(starts_ptr + seq + 1, mask=is_seq, other=num_tokens) - start
-    length = tl.load(lengths_ptr + seq, mask=is_seq, other=0)
+        length = tl.load(lengths_ptr + seq, mask=is_seq, other=0)
     if first >= count:
         return
     cached = length
