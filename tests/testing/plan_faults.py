@@ -216,6 +216,19 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
     ),
     Fault(
+        "views_of_the_first_memory",
+        "test_a_cache_that_is_given_other_memory",
+        "forward wrote nothing to slot",
+        forward(
+            """
+kept = self.__dict__.setdefault("views", (kv_cache, kv_cache.data))
+if kept[0] is kv_cache:  # the same object, as if it were the same memory
+    kv_cache = kept[1]
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
         "last_page_of_a_full_page_is_empty",
         "test_lengths_around_a_block[0]",
         "differs from dense",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.cache_view import CacheView
@@ -15,6 +16,7 @@ from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
+    "test_a_cache_that_is_given_other_memory",
     "test_a_layer_that_is_given_another_cache",
     "test_a_smaller_batch_after_a_larger_one",
     "test_shorter_requests_after_longer_ones",
@@ -101,6 +103,23 @@ def test_a_layer_that_is_given_another_cache(attncore_subject: Subject) -> None:
     engine.step(tokens)
     engine.step(tokens)
     del held
+
+
+@covers("state")
+def test_a_cache_that_is_given_other_memory(attncore_subject: Subject) -> None:
+    """The same tensors, whose memory the engine has exchanged: views that a layer has kept of them show the old one."""
+    engine = Engine(attncore_subject.backend())
+    engine.add("a", engine.block_size + 8)
+    engine.fill({"a": engine.block_size + 1})
+    tokens = {"a": 1 if "decode" in engine.phases else 2}
+    engine.step(tokens)
+    for part in (engine.kv_cache,) if isinstance(engine.kv_cache, Tensor) else engine.kv_cache:
+        part.data = part.data.clone()
+    old = engine.cache_view  # of the old memory, which it keeps
+    engine.cache_view = CacheView(engine.backend, engine.kv_cache, engine.num_blocks, old.owners)
+    old.fill(np.ones_like(engine.written), engine.junk)
+    engine.step(tokens)
+    engine.step(tokens)
 
 
 @covers("state")
