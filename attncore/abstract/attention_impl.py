@@ -228,8 +228,9 @@ class AttentionImpl(ABC):
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and float32 (T, num_heads): the natural logarithm of each softmax's sum, a sink included.
 
-        Infinite where a query sees no key (the output is 0 there). What ``attncore.merge`` merges.
-        Written by vendors whose spec declares ``lse``; a ValueError that says why not otherwise.
+        Where a query sees no key it is infinite and the output 0; in a layer with sinks it is the sink there. What
+        ``attncore.merge`` merges. Written by vendors whose spec declares ``lse``; a ValueError that says why not
+        otherwise.
         """
         spec = self.backend.config.spec
         why = "its class has no forward_with_lse"

@@ -85,7 +85,7 @@ class ReferenceImpl(AttentionImpl):
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32.
 
-        It is -inf for padding, and where a query sees no key.
+        It is -inf for padding, and where a query sees no key: there the sink in a layer with sinks.
         """
         scoring = replace(self._scoring, with_lse=True)
         found, lse = self._attend(scoring, (query, key, value), kv_cache, metadata, output, write=write)
