@@ -16,7 +16,7 @@ from collections.abc import Iterable, KeysView, Mapping, Set
 from itertools import islice
 from typing import Any
 
-from attncore.quoted import plain_text, quoted
+from attncore.quoted import MAX_PART, MOST, one_line, plain_text, quoted
 
 INT32_MAX = 2**31 - 1
 FLOAT_MAX = sys.float_info.max
@@ -142,12 +142,13 @@ def dtype(name: str, value: Any) -> Any:
     """
     import numpy as np
 
-    if value is None:
-        raise TypeError(f"{name}: None found; give a NumPy dtype, such as numpy.int64")
+    # NumPy's refusal would quote all of an array's numbers, and of a collection's; the latter are dtypes of records.
+    if value is None or isinstance(value, list | tuple | dict) or hasattr(type(value), "__array__"):
+        raise TypeError(f"{name}: {quoted(value)} found; give a NumPy dtype, such as numpy.int64")
     try:
         return np.dtype(value).newbyteorder("=")
     except (*UNREADABLE, SyntaxError) as error:  # NumPy's reader of texts such as "i4,(" raises SyntaxError
-        raise TypeError(f"{name}: {quoted(value)} is no NumPy dtype: {error}") from error
+        raise TypeError(f"{name}: {quoted(value)} is no NumPy dtype: {one_line(error, MAX_PART)}") from error
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
@@ -158,6 +159,18 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     return word
 
 
+def name(path: str, value: Any) -> str:
+    """``value`` as a plain str of at most MOST letters, which messages quote whole; TypeError where it is none, or
+    empty, ValueError where it is longer.
+    """
+    found = plain_text(value)
+    if not found:
+        raise TypeError(f"{path}: {quoted(value)} is not a name")
+    if len(found) > MOST:
+        raise ValueError(f"{path}: a name of {len(found)} letters found; give one of {MOST} at most")
+    return found
+
+
 def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
     """``values`` as a list, read once and, where given, ``most`` of them; TypeError where they cannot be read."""
     if (why := why_no_list(values)) is not None:
@@ -165,7 +178,9 @@ def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
     try:
         return list(values if most is None else islice(values, most))
     except UNREADABLE as error:
-        raise TypeError(f"{name}: {type(values).__name__} cannot be read as a list: {error}") from error
+        raise TypeError(
+            f"{name}: {type(values).__name__} cannot be read as a list: {one_line(error, MAX_PART)}"
+        ) from error
 
 
 def why_no_list(values: Any) -> str | None:
@@ -197,7 +212,7 @@ def _why_no_view(values: memoryview) -> str | None:
     try:
         of_bytes = values.format in ("B", "c")
     except ValueError as error:  # a released one has no format
-        return f"memoryview cannot be read as a list: {error}"
+        return f"memoryview cannot be read as a list: {one_line(error, MAX_PART)}"
     return "a memoryview of bytes found; give a list or an array of integers" if of_bytes else None
 
 

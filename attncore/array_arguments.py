@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, why_no_list
-from attncore.quoted import quoted, type_name
+from attncore.quoted import MAX_PART, one_line, quoted, type_name
 from attncore.show import counted
 
 Int32Array = npt.NDArray[np.int32]
@@ -62,11 +62,15 @@ def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
             array = array.view(array.dtype.str)
         return array if array.flags.aligned else array.copy()  # compiled code reads whole numbers at their addresses
     except UNREADABLE as error:
-        raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+        raise ValueError(
+            f"{name}: {type(values).__name__} cannot be read as an array: {one_line(error, MAX_PART)}"
+        ) from error
     except RuntimeError as error:
         if type(error) is not RuntimeError or not _holds_tensor(values):
             raise  # it is not torch's refusal, but comes from the caller's own object
-        raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+        raise ValueError(
+            f"{name}: {type(values).__name__} cannot be read as an array: {one_line(error, MAX_PART)}"
+        ) from error
 
 
 def check_readable(name: str, values: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -47,7 +48,7 @@ class _Short(reprlib.Repr):
 
     def repr_instance(self, value: Any, level: int) -> str:
         try:
-            return _cut(repr(value), MOST)
+            return _many_dimensions(value) or _cut(repr(value), MOST)
         except KeyboardInterrupt:
             raise
         except BaseException:  # __repr__ is the caller's code
@@ -55,6 +56,20 @@ class _Short(reprlib.Repr):
 
 
 _short = _Short()
+
+
+def _many_dimensions(value: Any) -> str:
+    """What stands for an array or a tensor of more than 4 dimensions, whose libraries print up to six numbers of each:
+    few bytes can have thousands of millions of numbers, a stride of 0 in each dimension. Empty for anything else.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        shape = numpy.ndarray.shape.__get__(value)
+    elif torch is not None and isinstance(value, torch.Tensor):
+        shape = torch.Tensor.shape.__get__(value)
+    else:
+        return ""
+    return f"<{type_name(value)} of {len(shape)} dimensions>" if len(shape) > 4 else ""
 
 
 def quoted(value: Any) -> str:

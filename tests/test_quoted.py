@@ -1,6 +1,8 @@
 """Values in messages: short, printable, and made of any object."""
 
+import numpy as np
 import pytest
+import torch
 
 from attncore.quoted import MOST, one_line, quoted, quoted_json
 
@@ -25,6 +27,7 @@ def nested(depth):
 VALUES = [
     "x" * 10**6, "\x1b[31m\x7f\u202e\ud800", b"y" * 10**6, 10**5000, -(10**5000), [1] * 10**6, {"a": "b" * 10**6},
     nested(10**5), Hostile(), Loud(), [Hostile()], {Hostile(): 1}, range(10**9), float("nan"), None, set(range(10**5)),
+    np.broadcast_to(np.int32(1), (2,) * 32), torch.ones(1).expand((2,) * 32), [np.broadcast_to("\x1b", (9,) * 16)],
 ]  # fmt: skip
 
 

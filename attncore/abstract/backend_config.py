@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.arguments import check_value_size, flag, float32_number, integer, optional_integer
 from attncore.frozen_map import FrozenMap
-from attncore.quoted import plain_text, quoted
+from attncore.quoted import MAX_PART, one_line, plain_text, quoted
 from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ class BackendConfig:
         try:
             object.__setattr__(self, "options", FrozenMap(dict(self.options)))
         except Exception as error:  # a mapping of the caller's own
-            raise TypeError(f"options: {quoted(self.options)} cannot be read as a mapping: {error}") from error
+            raise TypeError(
+                f"options: {quoted(self.options)} cannot be read as a mapping: {one_line(error, MAX_PART)}"
+            ) from error
         if self.spec is not None and not _is_spec(self.spec):
             raise TypeError(f"spec: {quoted(self.spec)} is not a BackendSpec; give that of a choice, or None")
 

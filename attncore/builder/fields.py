@@ -19,7 +19,7 @@ import numpy as np
 
 from attncore.did_you_mean import did_you_mean
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.quoted import quoted
+from attncore.quoted import MAX_PART, one_line, quoted
 
 
 class Length(enum.Enum):
@@ -239,7 +239,9 @@ def names_to_skip(metadata: object, names: Iterable[str] | None) -> frozenset[st
     try:
         skip = frozenset(() if names is None else names)
     except TypeError as error:
-        raise TypeError(f"skip_fields: {quoted(names)} is no collection of names: {error}") from None
+        raise TypeError(
+            f"skip_fields: {quoted(names)} is no collection of names: {one_line(error, MAX_PART)}"
+        ) from None
     others = skip - FIELDS.keys() - set(BROADCAST)
     if others:
         annotated = (vars(kind).get("__annotations__", ()) for kind in type(metadata).__mro__)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from attncore.quoted import quoted
+
 
 class IndexMap(NamedTuple):
     """Token ``dest[i]`` of the step takes row ``src[i]`` of the embeddings of a modality's items in it."""
@@ -125,7 +127,7 @@ class FirstGenerationStateNames:
         for name, buffer in own.items():
             if not _is_same(input_buffers.get(name), buffer):
                 raise ValueError(
-                    f"input_buffers: {name!r} is not what get_graph_input_buffers gives for a step of this size"
+                    f"input_buffers: {quoted(name)} is not what get_graph_input_buffers gives for a step of this size"
                 )
         self.prepare(attn_metadata)
 

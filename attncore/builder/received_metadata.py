@@ -27,7 +27,7 @@ from attncore.builder.needed_fields import check_needed_fields
 from attncore.builder.rank_drafts import refuse_rank_drafts
 from attncore.builder.read_only import read_only
 from attncore.did_you_mean import did_you_mean
-from attncore.quoted import quoted
+from attncore.quoted import MAX_PART, one_line, quoted
 from attncore.show import counted
 
 
@@ -87,7 +87,9 @@ def _on_host(name: str, array: Any) -> Any:
         return array.cpu()
     except Exception as error:  # a library's own
         where = getattr(array, "device", "no device")
-        raise ValueError(f"fields[{name!r}]: on {where}, it cannot be copied to the host: {error}") from error
+        raise ValueError(
+            f"fields[{name!r}]: on {where}, it cannot be copied to the host: {one_line(error, MAX_PART)}"
+        ) from error
 
 
 def _count(name: str, value: Any) -> int | bool:

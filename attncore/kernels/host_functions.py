@@ -27,7 +27,7 @@ from attncore.array_arguments import (
 )
 from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.quoted import quoted
+from attncore.quoted import MAX_PART, one_line, quoted
 from attncore.show import counted
 
 _ARRAY, _ID_DTYPES = np.ndarray, (np.dtype(np.int32), np.dtype(np.int64))
@@ -125,7 +125,7 @@ def compute_slot_mapping(
     try:
         ids = block_tables.get(seq_id)  # asked for once: a name's hash may change
     except TypeError as error:
-        raise TypeError(f"seq_id: {quoted(seq_id)} cannot name a sequence: {error}") from error
+        raise TypeError(f"seq_id: {quoted(seq_id)} cannot name a sequence: {one_line(error, MAX_PART)}") from error
     if ids is None:
         raise ValueError(f"block_tables: no table for sequence {quoted(seq_id)}; it has {quoted(list(block_tables))}")
     rectangle = pad_block_table([ids])
@@ -317,7 +317,7 @@ def pad_block_table(
     rows = arguments.items("rows", rows)  # one reading: a sequence's length and its items need not agree
     for index, row in enumerate(rows):
         if why_no_list(row) is None and not hasattr(row, "__len__"):
-            raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
+            raise TypeError(f"rows: row {index}: {quoted(row)} is not a sequence of block ids")
         if type(row) is np.ndarray and row.ndim != 1:
             raise TypeError(f"rows: row {index}: {row.dtype}{list(row.shape)}; it must be a list of block ids")
         if type(row) is not np.ndarray:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attncore.arguments import flag, integer
 from attncore.ops.forward_context import here
+from attncore.quoted import quoted
 
 
 def attention(
@@ -57,7 +58,7 @@ def _attention(
     context = here.context
     if context is None:
         raise RuntimeError(
-            f"attention: layer {layer_name!r} ran outside a forward context; run the model inside "
+            f"attention: layer {quoted(layer_name)} ran outside a forward context; run the model inside "
             "`with attncore.forward_context(metadata, impls):`"
         )
     impl, metadata = context.layer(layer_name or context.name_of(kv_cache))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import host_functions
+from attncore.quoted import quoted
 from attncore.show import counted
 
 
@@ -217,14 +218,14 @@ def _find_plateaus(common: list[int]) -> list[tuple[int, int, int]]:
 
 def _check_rule(rule: CascadeRule) -> CascadeRule:
     if not isinstance(rule, CascadeRule):
-        raise TypeError(f"rule: {rule!r} is not a CascadeRule")
+        raise TypeError(f"rule: {quoted(rule)} is not a CascadeRule")
     rule = CascadeRule(
         arguments.integer("rule.min_requests", rule.min_requests, 2),
         arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1),
         rule.min_saving,
     )
     if isinstance(rule.min_saving, bool) or not isinstance(rule.min_saving, int | float):
-        raise TypeError(f"rule.min_saving: {rule.min_saving!r} is not a number")
+        raise TypeError(f"rule.min_saving: {quoted(rule.min_saving)} is not a number")
     if not 0 <= rule.min_saving <= 1:
         raise ValueError(f"rule.min_saving: {rule.min_saving} is outside 0..1, the part of all keys")
     return rule

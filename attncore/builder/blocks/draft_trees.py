@@ -15,6 +15,7 @@ import numpy.typing as npt
 from attncore.arguments import integer
 from attncore.array_arguments import as_array
 from attncore.builder.fields import MOST_TREE_TOKENS
+from attncore.quoted import quoted
 from attncore.show import counted
 
 _INT32 = npt.NDArray[np.int32]
@@ -27,17 +28,17 @@ def checked_parents(req_id: Hashable, parents: Any) -> _INT32:
     ValueError or TypeError that names the request where they are no integers in one row, too many, or where a parent
     is no earlier draft.
     """
-    found = _integers(f"trees: parents of request {req_id!r}", parents)
+    found = _integers(f"trees: parents of request {quoted(req_id)}", parents)
     if len(found) >= MOST_TREE_TOKENS:
         raise ValueError(
-            f"trees: {counted(len(found), 'draft')} of request {req_id!r}; a tree has at most {MOST_TREE_TOKENS - 1}, "
-            "for a mask of 64 bits holds them and the root"
+            f"trees: {counted(len(found), 'draft')} of request {quoted(req_id)}; a tree has at most "
+            f"{MOST_TREE_TOKENS - 1}, for a mask of 64 bits holds them and the root"
         )
     for draft, parent in enumerate(found):
         if not -1 <= parent < draft:
             raise ValueError(
-                f"trees: draft {draft} of request {req_id!r} has parent {parent}; give an earlier draft's index, or "
-                "-1 for the last accepted token"
+                f"trees: draft {draft} of request {quoted(req_id)} has parent {parent}; give an earlier draft's index, "
+                "or -1 for the last accepted token"
             )
     return np.array(found, np.int32)
 
@@ -66,18 +67,18 @@ def checked_path(req_id: Hashable, path: Any, parents: _INT32) -> list[int]:
 
     ValueError or TypeError that names the request where they are no such drafts, or no path of the tree.
     """
-    found = _integers(f"paths: of request {req_id!r}", path)
+    found = _integers(f"paths: of request {quoted(req_id)}", path)
     before = -1
     for draft in found:
         if not 0 <= draft < len(parents):
             raise ValueError(
-                f"paths: draft {draft} of request {req_id!r}, whose tree has {counted(len(parents), 'draft')}"
+                f"paths: draft {draft} of request {quoted(req_id)}, whose tree has {counted(len(parents), 'draft')}"
             )
         if parents[draft] != before:
             whose = f"draft {before}" if before >= 0 else "the root"
             raise ValueError(
-                f"paths: draft {draft} of request {req_id!r} follows {whose}, but its parent is {parents[draft]}; give "
-                "the drafts of one path, from the root on"
+                f"paths: draft {draft} of request {quoted(req_id)} follows {whose}, but its parent is "
+                f"{parents[draft]}; give the drafts of one path, from the root on"
             )
         before = draft
     return found

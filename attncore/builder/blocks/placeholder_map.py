@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
+from attncore.quoted import quoted
 from attncore.show import counted
 
 
@@ -196,12 +197,12 @@ def to_map(found: Runs) -> PlaceholderMap:
 def checked_ranges(where: str, ranges: Sequence[Placeholder]) -> list[Placeholder]:
     """A request's placeholders, checked and sorted by offset. Errors begin with ``where``."""
     if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
-        raise TypeError(f"{where}: {ranges!r} is not a list of Placeholder")
+        raise TypeError(f"{where}: {quoted(ranges)} is not a list of Placeholder")
     checked: list[Placeholder] = []
     for index, placeholder in enumerate(ranges):
         path = f"{where}[{index}]"
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:
-            raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
+            raise TypeError(f"{path}: {quoted(placeholder)} is not a Placeholder")
         checked.append(
             Placeholder(
                 *(

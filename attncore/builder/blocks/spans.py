@@ -28,7 +28,7 @@ def checked_spans(req_id: Hashable, spans: Any, most: int) -> _INT32:
     ValueError or TypeError that names the request where they are no pairs of integers, where a span has no token or
     lies beyond ``most``, and where they overlap or are not in order.
     """
-    name = f"spans: of request {req_id!r}"
+    name = f"spans: of request {quoted(req_id)}"
     checked: list[tuple[int, int]] = []
     for index, span in enumerate(arguments.items(name, spans, most=most + 1)):
         bounds = arguments.items(f"{name}, at index {index}", span, most=3)

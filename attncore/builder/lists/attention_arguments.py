@@ -6,6 +6,7 @@ from typing import Any
 
 from attncore import arguments
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
+from attncore.quoted import quoted
 from attncore.vocabulary import AttentionType
 
 
@@ -35,7 +36,7 @@ def get_seq_len_block_table_args(
     try:
         attention_type = AttentionType(attn_type)
     except ValueError:
-        raise ValueError(f"attn_type: {attn_type!r} is not one of {', '.join(AttentionType)}") from None
+        raise ValueError(f"attn_type: {quoted(attn_type)} is not one of {', '.join(AttentionType)}") from None
     if attention_type is AttentionType.DECODER:
         longest = metadata.max_prefill_seq_len if is_prompt else metadata.max_decode_seq_len
         return metadata.seq_lens, longest, metadata.block_table

@@ -14,6 +14,7 @@ from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.lists import error_texts
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 from attncore.vocabulary import AttentionType
 
@@ -35,7 +36,7 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
     try:
         attention_type = AttentionType(attn_type)
     except ValueError:
-        raise ValueError(f"attn_type: {attn_type!r} is not one of {', '.join(AttentionType)}") from None
+        raise ValueError(f"attn_type: {quoted(attn_type)} is not one of {', '.join(AttentionType)}") from None
     prefill, decode = metadata.num_prefill_tokens, metadata.num_decode_tokens
     if attention_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
         return prefill, prefill, decode
@@ -190,7 +191,7 @@ def _check_length(index: int, length: Any, table: Any) -> int:
         )
     number = arguments.integer_or_none(length)
     if number is None:
-        raise TypeError(f"{path}: {length!r} is not an integer")
+        raise TypeError(f"{path}: {quoted(length)} is not an integer")
     if not 0 <= number <= INT32_MAX:
         raise ValueError(f"{path}: {number} is outside 0..{INT32_MAX}")
     return number
@@ -217,7 +218,7 @@ def _read_table(index: int, table: Any) -> Any:
     try:
         len(table)
     except TypeError:
-        raise TypeError(f"{name}: {table!r} is not a sequence of block ids") from None
+        raise TypeError(f"{name}: {quoted(table)} is not a sequence of block ids") from None
     return table if type(table) is np.ndarray else arguments.items(name, table)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX, UNREADABLE, own_items
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 
@@ -90,7 +91,7 @@ def malformed_groups(groups: Any) -> ValueError | TypeError:
     try:
         groups = list(groups)
     except UNREADABLE:
-        return TypeError(f"groups: {groups!r} is not a list of SequenceGroup")
+        return TypeError(f"groups: {quoted(groups)} is not a list of SequenceGroup")
     if not groups:
         return ValueError("groups: empty; a step needs at least one group")
     after_decode = False
@@ -111,7 +112,7 @@ def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
     is_prompt, sequences, hit = own_items(group)[:3]
     for name, value in (("is_prompt", is_prompt), ("prefix_cache_hit", hit)):
         if type(value) is not bool:  # an object may lie about its class
-            return TypeError(f"{path}.{name}: {value!r} is not true or false")
+            return TypeError(f"{path}.{name}: {quoted(value)} is not true or false")
     if not isinstance(sequences, (list, tuple)):
         return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")
     sequences = own_items(sequences)  # the checks call __index__, which may be code that changes the caller's
@@ -141,7 +142,7 @@ def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | No
     for name, value, least in zip(("seq_id", "query_len", "context_len"), sequence[:3], (None, 1, 0), strict=True):
         number = arguments.integer_or_none(value)
         if number is None:
-            return TypeError(f"{path}.{name}: {value!r} is not an integer")
+            return TypeError(f"{path}.{name}: {quoted(value)} is not an integer")
         if least is None and not -(2**63) <= number < 2**63:
             return ValueError(f"{path}.{name}: {number} does not fit 64 bits")
         if least is not None and not least <= number <= INT32_MAX:

@@ -14,6 +14,7 @@ from attncore.arguments import INT32_MAX, own_items
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists import error_texts
 from attncore.builder.slices import own_arrays, replaced
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array
         index = next(
             (index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)), 0
         )
-        raise ValueError(f"metadata: row {rows[index]}: block id {ids[index]!r} is no integer of 0..{INT32_MAX}")
+        raise ValueError(f"metadata: row {rows[index]}: block id {quoted(ids[index])} is no integer of 0..{INT32_MAX}")
     return started
 
 

@@ -20,6 +20,7 @@ from attncore.builder.persistent.sent_fields import sent_fields
 from attncore.builder.persistent.step_shapes import StepShapes
 from attncore.errors import AttncoreError, CaptureError
 from attncore.kernels import codes
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from attncore.builder.blocks.context_parallel import ContextParallel
@@ -304,7 +305,7 @@ class Assembly:
         """
         core, kernel = self.core, self.kernel
         if not isinstance(scheduled, Mapping):
-            raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
+            raise TypeError(f"scheduled: {quoted(scheduled)} is not a mapping of request to tokens")
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
         self.schedule(scheduled)
         self._check(shape)
@@ -346,13 +347,13 @@ class Assembly:
         for req_id, num_tokens in scheduled.items():
             row = row_of.get(req_id, -1)  # a key of a mapping: it is hashable
             if row < 0:
-                raise ValueError(f"scheduled: {req_id!r} is not in the batch")
+                raise ValueError(f"scheduled: {quoted(req_id)} is not in the batch")
             count = arguments.integer_or_none(num_tokens)
             if count is None:
-                raise TypeError(f"scheduled: {num_tokens!r}, for {req_id!r}, is not an integer")
+                raise TypeError(f"scheduled: {quoted(num_tokens)}, for {quoted(req_id)}, is not an integer")
             if not 0 <= count <= INT32_MAX:
                 wrong = "below 0" if count < 0 else f"above {INT32_MAX}"
-                raise ValueError(f"scheduled: {count} for {req_id!r} is {wrong}")
+                raise ValueError(f"scheduled: {count} for {quoted(req_id)} is {wrong}")
             query_lens[row] = count
         if self.core.states:
             for row in order.paused:

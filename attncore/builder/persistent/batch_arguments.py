@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncore import arguments
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup, checked_groups
 from attncore.builder.persistent.state_group import StateGroup
-from attncore.quoted import plain_text
+from attncore.quoted import MAX_PART, one_line, plain_text, quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -42,27 +42,28 @@ def check_new_request(
     try:
         hash(req_id)
     except TypeError as error:
-        raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+        raise TypeError(f"req_id: {quoted(req_id)} cannot name a request ({one_line(error, MAX_PART)})") from None
     if req_id in core.order.row_of:
-        raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
+        raise ValueError(f"req_id: {quoted(req_id)} is in the batch already; remove it first")
     num_computed_tokens = arguments.integer("num_computed_tokens", num_computed_tokens, 0)
     if num_computed_tokens > core.max_model_len:
         raise ValueError(
-            f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
+            f"num_computed_tokens: {num_computed_tokens} of request {quoted(req_id)} exceed "
             f"max_model_len {core.max_model_len}"
         )
     encoder_seq_len = arguments.integer("encoder_seq_len", encoder_seq_len, 0)
     if encoder_seq_len > core.max_encoder_len:
         if core.cross is None:
-            raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
+            raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {quoted(req_id)}, but no group is cross")
         raise ValueError(
-            f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed max_encoder_len {core.max_encoder_len}"
+            f"encoder_seq_len: {encoder_seq_len} of request {quoted(req_id)} exceed max_encoder_len "
+            f"{core.max_encoder_len}"
         )
     encoder_computed = arguments.flag("encoder_computed", encoder_computed)
     if encoder_computed and core.cross is None:
-        raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
+        raise ValueError(f"encoder_computed: true for request {quoted(req_id)}, but no group is cross")
     if core.order.num_reqs == core.max_num_reqs:
-        raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {core.max_num_reqs}")
+        raise ValueError(f"req_id: no row for {quoted(req_id)}; the batch holds max_num_reqs {core.max_num_reqs}")
     return num_computed_tokens, encoder_seq_len, encoder_computed
 
 
@@ -74,22 +75,29 @@ def ids_by_group(
     """
     if not isinstance(block_ids, Mapping):
         raise TypeError(
-            f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; give ids by group: {', '.join(tables)}"
+            f"block_ids: {quoted(block_ids)} of request {quoted(req_id)} is not a mapping; give ids by group: "
+            f"{', '.join(tables)}"
         )
     try:
         given = [
             (key, ids) for key, ids in block_ids.items()
         ]  # read once: the caller's mapping may answer otherwise the next time
     except (TypeError, ValueError) as error:
-        raise TypeError(f"block_ids: of request {req_id!r}, its items are no names and ids ({error})") from None
+        raise TypeError(
+            f"block_ids: of request {quoted(req_id)}, its items are no names and ids ({one_line(error, MAX_PART)})"
+        ) from None
     by_name: dict[str, Any] = {}
     for key, ids in given:
         name = plain_text(key)
         if name is None or name not in tables:
-            raise ValueError(f"block_ids: request {req_id!r} names group {key!r}; known: {', '.join(tables)}")
+            raise ValueError(
+                f"block_ids: request {quoted(req_id)} names group {quoted(key)}; known: {', '.join(tables)}"
+            )
         by_name[name] = ids
     if all_groups:
         for name in tables:
             if name not in by_name:
-                raise ValueError(f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty")
+                raise ValueError(
+                    f"block_ids: request {quoted(req_id)} has none for group {name!r}; give a list, if empty"
+                )
     return by_name

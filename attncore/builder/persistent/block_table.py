@@ -13,6 +13,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 
@@ -86,7 +87,7 @@ class BlockTable:
                 if len(block_ids) > room
                 else self._why_unfit(row, list(map(int, block_ids)), passed // self.group.kernel_blocks),
             )
-            raise error(f"block_ids: request {req_id!r}: {text}")
+            raise error(f"block_ids: request {quoted(req_id)}: {text}")
 
     def passed_columns(self, num_computed: int, window_known: bool) -> int:
         """The leading columns of a row of ``num_computed`` tokens in which the null block may stand: a window has
@@ -119,7 +120,7 @@ class BlockTable:
             holds = counted(held // self.group.kernel_blocks, "block")
             needed = -(-num_tokens // (self.group.tokens_per_column * self.group.kernel_blocks))
             raise ValueError(
-                f"block_ids: request {req_id!r} has {counted(num_tokens, what)} but holds {holds} "
+                f"block_ids: request {quoted(req_id)} has {counted(num_tokens, what)} but holds {holds} "
                 f"(block_size {self.group.block_size}); give it {needed}"
             )
 
@@ -143,18 +144,18 @@ class BlockTable:
         block_id = arguments.integer("block_id", block_id, 0)
         held = self.held(row)
         if index >= len(held):
-            raise ValueError(f"index: {index}, but request {req_id!r} holds {counted(len(held), 'block')}")
+            raise ValueError(f"index: {index}, but request {quoted(req_id)} holds {counted(len(held), 'block')}")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
         if block_id == 0 and index * self.group.kernel_blocks >= passed:
             raise ValueError(
-                f"block_id: 0, the null block, but no window of request {req_id!r} has passed block {index}: its "
+                f"block_id: 0, the null block, but no window of request {quoted(req_id)} has passed block {index}: its "
                 "tokens are written to it or read"
             )
         if block_id and block_id != held[index] and block_id in held:
             raise ValueError(
-                f"block_id: {block_id} stands at index {held.index(block_id)} of request {req_id!r} already; give "
-                f"index {index} a block of its own"
+                f"block_id: {block_id} stands at index {held.index(block_id)} of request {quoted(req_id)} already; "
+                f"give index {index} a block of its own"
             )
         return index, block_id, held[index]
 
@@ -189,7 +190,7 @@ class BlockTable:
         seen = self.array[row, index * per_block : self.num_columns(row) : per_block]
         for extra in np.flatnonzero(seen < per_block)[:1].tolist():
             raise ValueError(
-                f"{argument}: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
+                f"{argument}: request {quoted(req_id)} rolled back to {counted(num_computed, 'token')} would see block "
                 f"{index + extra} of group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 

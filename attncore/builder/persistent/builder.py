@@ -32,6 +32,7 @@ from attncore.builder.persistent.taking_back import refuse_unfinished
 from attncore.builder.show import builder_text
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import CaptureError
+from attncore.quoted import quoted
 from attncore.show import guarded
 
 _ALL_REQUESTS: Mapping[Any, int] = MappingProxyType({})
@@ -92,7 +93,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         depth: int = 2,
     ) -> None:
         if not isinstance(batch, InputBatch):
-            raise TypeError(f"batch: {batch!r} is not an InputBatch")
+            raise TypeError(f"batch: {quoted(batch)} is not an InputBatch")
         self._settings = check_settings(
             max_num_batched_tokens, max_num_encoder_tokens, decode_threshold, context_parallel, transport, ticket,
             depth, batch.max_encoder_len,

@@ -17,6 +17,7 @@ from attncore.builder.blocks.draft_trees import checked_parents, checked_path, m
 from attncore.builder.fields import FIELDS
 from attncore.builder.slices import own_array
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -72,22 +73,22 @@ class DraftTrees:
         for name, given in (("trees", trees), ("scheduled", scheduled)):
             if not isinstance(given, Mapping):
                 what = "parents" if name == "trees" else "tokens"
-                raise TypeError(f"{name}: {given!r} is not a mapping of request to {what}")
+                raise TypeError(f"{name}: {quoted(given)} is not a mapping of request to {what}")
         checked, tokens = {}, dict(scheduled.items())
         for req_id, parents in trees.items():
             if req_id not in self._core.order.row_of:
-                raise ValueError(f"trees: {req_id!r} is not in the batch")
+                raise ValueError(f"trees: {quoted(req_id)} is not in the batch")
             checked[req_id] = checked_parents(req_id, parents)
             count = len(checked[req_id]) + 1
             if req_id in tokens and (asked := arguments.integer("scheduled", tokens[req_id], 0)) != count:
                 raise ValueError(
-                    f"scheduled: {asked} for {req_id!r}, whose tree has {counted(count - 1, 'draft')} and its root; "
-                    f"give {count}, or leave it to the tree"
+                    f"scheduled: {asked} for {quoted(req_id)}, whose tree has {counted(count - 1, 'draft')} and its "
+                    f"root; give {count}, or leave it to the tree"
                 )
             if count > most:
                 raise ValueError(
-                    f"trees: {counted(count, 'token')} of request {req_id!r} exceed decode_threshold {most}; make the "
-                    f"builder with decode_threshold={count}"
+                    f"trees: {counted(count, 'token')} of request {quoted(req_id)} exceed decode_threshold {most}; "
+                    f"make the builder with decode_threshold={count}"
                 )
             tokens[req_id] = count
         self._given = checked
@@ -121,7 +122,7 @@ class DraftTrees:
         """
         core = self._core
         if not isinstance(paths, Mapping):
-            raise TypeError(f"paths: {paths!r} is not a mapping of request to accepted drafts")
+            raise TypeError(f"paths: {quoted(paths)} is not a mapping of request to accepted drafts")
         left = dict(self._ran)
         computed = core.lengths[codes.COMPUTED]
         rows, lengths = [], []
@@ -131,8 +132,8 @@ class DraftTrees:
             ran = left.pop(req_id, None)
             if ran is None or _came_later(core, row, ran) or computed[row] != ran.end:
                 raise ValueError(
-                    f"paths: request {req_id!r} has not run a tree in its last step, or tokens of it were taken back "
-                    "since; keep a path between that step and any other change, and take back other tokens with "
+                    f"paths: request {quoted(req_id)} has not run a tree in its last step, or tokens of it were taken "
+                    "back since; keep a path between that step and any other change, and take back other tokens with "
                     "batch.rollback_many"
                 )
             drafts = checked_path(req_id, path, ran.parents)
@@ -183,7 +184,7 @@ def _check_kept(core: BatchCore, req_id: Hashable, row: int, ran: _Ran, computed
     if drafts <= 0 or _came_later(core, row, ran) or (ran.parents[:drafts] == np.arange(-1, drafts - 1)).all():
         return
     raise ValueError(
-        f"trees: request {req_id!r} ran a tree of {counted(len(ran.parents), 'draft')}, of which its first "
+        f"trees: request {quoted(req_id)} ran a tree of {counted(len(ran.parents), 'draft')}, of which its first "
         f"{drafts} count as computed and are no path; say what was accepted with builder.keep_paths first"
     )
 
@@ -197,7 +198,7 @@ def _slots(core: BatchCore, table: BlockTable, rows: list[int], tokens: _INT64) 
     released = np.flatnonzero((blocks < table.group.kernel_blocks).any(axis=1))
     if len(released):
         raise ValueError(
-            f"paths: a draft of request {core.order.req_ids[rows[released[0]]]!r} lies in a block of group "
+            f"paths: a draft of request {quoted(core.order.req_ids[rows[released[0]]])} lies in a block of group "
             f"{table.group.name!r} that its window has passed; keep paths before release_passed_blocks, or release "
             "with num_rollback"
         )

@@ -14,7 +14,7 @@ from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.host_fields import HostFields
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.slices import own_array
-from attncore.quoted import plain_text, quoted
+from attncore.quoted import MOST, plain_text, quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -68,7 +68,7 @@ class EngineFields:
         if word not in ("token", "request"):
             raise ValueError(f"per: {quoted(per)} is neither token nor request")
         if not callable(fill):
-            raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
+            raise TypeError(f"fill: {quoted(fill)} is not a function of metadata and the array to fill")
         field_dtype = arguments.dtype("dtype", dtype)
         if field_dtype.kind not in "iufb":
             raise TypeError(f"dtype: {field_dtype} is not one of numbers")
@@ -77,7 +77,7 @@ class EngineFields:
     def register_column(self, column: Any, core: BatchCore) -> None:
         """Adds a field that is a column of the batch ``core``; ValueError or TypeError where it is none."""
         if not isinstance(column, Column):
-            raise TypeError(f"column: {column!r} is not a column; batch.column(name, dtype) makes one")
+            raise TypeError(f"column: {quoted(column)} is not a column; batch.column(name, dtype) makes one")
         if not any(column is own for own in core.columns.values()):
             raise ValueError(f"column: {column.name!r} is another batch's; make one of the builder's batch")
         if len(self.columns) == MOST_COLUMNS:
@@ -87,7 +87,7 @@ class EngineFields:
 
     def _checked_name(self, argument: str, given: Any) -> str:
         name = plain_text(given)
-        if name is None or not name.isidentifier() or name.startswith("_") or name in _TAKEN:
+        if name is None or not name.isidentifier() or name.startswith("_") or name in _TAKEN or len(name) > MOST:
             raise ValueError(f"{argument}: {quoted(given)} is not a free name for a field of metadata")
         if name in self._fills:
             raise ValueError(f"{argument}: {name!r} is registered already")

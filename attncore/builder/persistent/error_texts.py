@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import array_arguments
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def refused_step(
             "let fewer new requests run or build the builder for more"
         )
     req_id, computed = core.order.req_ids[row], core.num_computed(row)
-    who = f"row {row} (request {req_id!r})"
+    who = f"row {row} (request {quoted(req_id)})"
     if code == codes.TOO_LONG:
         return ValueError(
             f"scheduled: {who} has {counted(computed, 'computed token')} and {int(lens[row])} more exceed "
@@ -65,8 +66,8 @@ def without_slot(core: BatchCore, row: int) -> ValueError:
     missing = next((name for name in (*core.states, *core.tables) if not held[name]), "")
     what = "slot" if missing in core.states else "block"
     return ValueError(
-        f"scheduled: row {row} (request {core.order.req_ids[row]!r}) was preempted and rests until it has a slot in "
-        f"each group of states, and blocks; it has no {what} in group {missing!r} (append_blocks)"
+        f"scheduled: row {row} (request {quoted(core.order.req_ids[row])}) was preempted and rests until it has a slot "
+        f"in each group of states, and blocks; it has no {what} in group {missing!r} (append_blocks)"
     )
 
 
@@ -74,7 +75,7 @@ def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> V
     """The error of a step that runs tokens which a column has not."""
     computed = core.num_computed(row)
     return ValueError(
-        f"{column}: row {row} (request {core.order.req_ids[row]!r}) runs tokens {computed} to "
+        f"{column}: row {row} (request {quoted(core.order.req_ids[row])}) runs tokens {computed} to "
         f"{computed + int(query_lens[row]) - 1}, more than it was given and the column is wide; give the request its "
         "tokens (column.give), or make the column wider"
     )
@@ -83,7 +84,7 @@ def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> V
 def refused_tokens_ahead(core: BatchCore, column: str, row: int) -> ValueError:
     """The error of steps ahead behind whose first a request has tokens that a column was given."""
     return ValueError(
-        f"{column}: row {row} (request {core.order.req_ids[row]!r}) was given tokens behind that of position "
+        f"{column}: row {row} (request {quoted(core.order.req_ids[row])}) was given tokens behind that of position "
         f"{core.num_computed(row)}, but only the first of steps ahead has one of the column; build steps until these "
         "have run, or let the request rest (scheduled={request: 0})"
     )
@@ -103,7 +104,7 @@ def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens:
             f"{name}, the padded ones included, have lengths whose sum does not fit int32; schedule fewer "
             "requests, or build without a bucket"
         )
-    who = f"row {row} (request {core.order.req_ids[row]!r})"
+    who = f"row {row} (request {quoted(core.order.req_ids[row])})"
     if code == codes.ENCODER_NOT_CAPTURED:
         return ValueError(f"{name}, and {who} runs its encoder tokens in this step; run it without a graph")
     return ValueError(

@@ -10,6 +10,7 @@ from attncore.builder.checked_backend import check_backend
 from attncore.builder.metadata import Wrap
 from attncore.builder.rank_drafts import INSTEAD
 from attncore.builder.read_only import read_only
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None, de
     if isinstance(backend, Mapping):
         for name in backend:
             if name not in names:
-                raise ValueError(f"backend: {name!r} is no group of the batch; known: {', '.join(names)}")
+                raise ValueError(f"backend: {quoted(name)} is no group of the batch; known: {', '.join(names)}")
         for name in names:
             if name not in backend:
                 raise ValueError(f"backend: none for group {name!r}")

@@ -24,7 +24,7 @@ from attncore.builder.read_only import read_only
 from attncore.builder.show import batch_text
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName
-from attncore.quoted import plain_text
+from attncore.quoted import plain_text, quoted
 from attncore.show import counted, guarded, guarded_html
 
 
@@ -200,7 +200,7 @@ class InputBatch(KeepsColumns, Uncopied):
                 table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
                 if table.group.cross and not encoder_seq_len and table.num_columns(row):
                     raise ValueError(
-                        f"encoder_seq_len: 0 of request {req_id!r}, which has blocks in cross group {name!r}; "
+                        f"encoder_seq_len: 0 of request {quoted(req_id)}, which has blocks in cross group {name!r}; "
                         "say how many encoder tokens they are for, or give none"
                     )
             self._core.add(req_id, row)
@@ -241,7 +241,7 @@ class InputBatch(KeepsColumns, Uncopied):
         if type(block_ids) is dict and self._append_plain is not None and self._append_plain(block_ids):
             return
         if not isinstance(block_ids, Mapping):
-            raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
+            raise TypeError(f"block_ids: {quoted(block_ids)} is not a mapping of request to block ids")
         with self._core.enter():
             undo, order = self._core.undo, self._core.order
             for req_id, ids in block_ids.items():
@@ -298,7 +298,7 @@ class InputBatch(KeepsColumns, Uncopied):
                 what = "cached encoder token" if table.group.cross else "computed token"
                 raise ValueError(
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
-                    f"(request {req_id!r} has {counted(tokens, what)} and {counted(len(held), 'block')})"
+                    f"(request {quoted(req_id)} has {counted(tokens, what)} and {counted(len(held), 'block')})"
                 )
             self._core.undo.append((table.refill, row, held))
             table.state.truncate(row, num_blocks * table.group.kernel_blocks)
@@ -356,7 +356,7 @@ class InputBatch(KeepsColumns, Uncopied):
         if type(num_tokens) is dict and self._roll_back_plain is not None and self._roll_back_plain(num_tokens):
             return
         if not isinstance(num_tokens, Mapping):
-            raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
+            raise TypeError(f"num_tokens: {quoted(num_tokens)} is not a mapping of request to tokens")
         with self._core.enter():
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
@@ -365,7 +365,7 @@ class InputBatch(KeepsColumns, Uncopied):
                 computed = self._core.num_computed(row)
                 if count > computed:
                     raise ValueError(
-                        f"num_tokens: {count} goes past the start of request {req_id!r}, "
+                        f"num_tokens: {count} goes past the start of request {quoted(req_id)}, "
                         f"which has {counted(computed, 'computed token')}"
                     )
                 for table in self._core.decoders:
@@ -373,7 +373,7 @@ class InputBatch(KeepsColumns, Uncopied):
                         table.check_sees(row, req_id, computed - count)
                 if self._core.states and 0 < count < computed:
                     raise ValueError(
-                        f"num_tokens: {count} of request {req_id!r}, whose state in group "
+                        f"num_tokens: {count} of request {quoted(req_id)}, whose state in group "
                         f"{next(iter(self._core.states))!r} has taken in its {counted(computed, 'computed token')} and "
                         f"knows none before; preempt the request, or take back all {computed}: it then begins again"
                     )
@@ -413,7 +413,7 @@ class InputBatch(KeepsColumns, Uncopied):
         row = self._core.order.row(req_id)
         index, held = arguments.integer("index", index, 0), slots.held(row)
         if index >= len(held):
-            raise ValueError(f"index: {index}, but request {req_id!r} holds {counted(len(held), 'slot')}")
+            raise ValueError(f"index: {index}, but request {quoted(req_id)} holds {counted(len(held), 'slot')}")
         slot = slots.checked_slot("block_id", block_id)
         self._core.undo.append((slots.hold, row, held))
         slots.hold(row, [slot])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attncore import arguments
 from attncore.builder.persistent.state_group import MOST_STATE_GROUPS, StateGroup, checked_state_group
-from attncore.quoted import plain_text, quoted
+from attncore.quoted import quoted
 
 MAX_GROUPS = 64
 
@@ -55,7 +55,7 @@ def checked_groups(
     try:
         given = tuple(groups)
     except TypeError:
-        raise TypeError(f"groups: {groups!r} is not a list of KVCacheGroup") from None
+        raise TypeError(f"groups: {quoted(groups)} is not a list of KVCacheGroup") from None
     checked = [
         checked_state_group(f"groups[{index}]", group)
         if isinstance(group, StateGroup)
@@ -88,11 +88,9 @@ def checked_groups(
 def _checked_group(path: str, given: object) -> KVCacheGroup:
     """The group with a plain name and ints, each field read once; ValueError or TypeError that names the field."""
     if not isinstance(given, KVCacheGroup):
-        raise TypeError(f"{path}: {given!r} is not a KVCacheGroup")
+        raise TypeError(f"{path}: {quoted(given)} is not a KVCacheGroup")
     named, block_size, kernel_block_size, sliding_window, cross, num_blocks = tuple.__iter__(given)
-    name = plain_text(named)
-    if not name:
-        raise TypeError(f"{path}.name: {quoted(named)} is not a name")
+    name = arguments.name(f"{path}.name", named)
     block_size = arguments.integer(f"{path}.block_size", block_size, 1)
     kernel_block_size = arguments.optional_integer(f"{path}.kernel_block_size", kernel_block_size, 1)
     if kernel_block_size is not None and block_size % kernel_block_size:

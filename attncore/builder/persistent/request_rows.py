@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from attncore.errors import ConcurrentUseError
+from attncore.quoted import MAX_PART, one_line, quoted
 
 READS = 8
 """How often the names are read at most, until no other caller has changed them meanwhile."""
@@ -68,9 +69,11 @@ class RequestRows:
                 self._row_of = None  # so that ``remove`` calls none of its code
                 return row
             if isinstance(error, KeyError):
-                raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
+                raise ValueError(f"req_id: {quoted(req_id)} is not in the batch") from None
             if isinstance(error, TypeError):
-                raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+                raise TypeError(
+                    f"req_id: {quoted(req_id)} cannot name a request ({one_line(error, MAX_PART)})"
+                ) from None
             raise
 
     def _refuse_from_outside(self, error: BaseException, req_id: Hashable) -> None:

@@ -14,6 +14,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder.persistent import error_texts
 from attncore.builder.persistent.steps_ahead import StepsAhead
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -120,12 +121,13 @@ def sent_ahead(assembly: Assembly) -> Any:
 def _given(scheduled: Mapping[Any, int]) -> dict[Any, int]:
     """The tokens of the named requests, 0 for those that rest; TypeError or ValueError where one is not 0 or 1."""
     if not isinstance(scheduled, Mapping):
-        raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
+        raise TypeError(f"scheduled: {quoted(scheduled)} is not a mapping of request to tokens")
     given = {req_id: arguments.integer("scheduled", tokens, 0) for req_id, tokens in scheduled.items()}
     for req_id, tokens in given.items():
         if tokens > 1:
             raise ValueError(
-                f"scheduled: {counted(tokens, 'token')} of {req_id!r}; steps ahead run one token of a request, or 0"
+                f"scheduled: {counted(tokens, 'token')} of {quoted(req_id)}; steps ahead run one token of a request, "
+                "or 0"
             )
     return given
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from attncore import arguments
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.device.transport import TRANSPORTS
+from attncore.quoted import quoted
 from attncore.show import counted
 
 
@@ -42,7 +43,7 @@ def check_settings(
     max_num_encoder_tokens = arguments.integer("max_num_encoder_tokens", max_num_encoder_tokens, 1)
     if context_parallel is not None:
         if not isinstance(context_parallel, ContextParallel):
-            raise TypeError(f"context_parallel: {context_parallel!r} is not a ContextParallel")
+            raise TypeError(f"context_parallel: {quoted(context_parallel)} is not a ContextParallel")
         # A copy, whose numbers are checked: a subclass may leave that out, and the caller's may change later.
         context_parallel = ContextParallel(
             context_parallel.world_size,

@@ -13,6 +13,7 @@ from attncore.builder.device.memory import zeros
 from attncore.builder.fields import FIELDS
 from attncore.builder.slices import own_array
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ class Spans:
             rows = [row for row in left if self._in_step(metadata, row, int(contexts[row]), int(stops[row]))]
         if rows and bucket is not None and not of_tokens:
             raise ValueError(
-                f"bucket: {bucket}, but request {metadata.req_ids[rows[0]]!r} runs a span in this step, and graphs of "
-                "decodes are captured without any; build without a bucket, or for a size captured with num_tokens"
+                f"bucket: {bucket}, but request {quoted(metadata.req_ids[rows[0]])} runs a span in this step, and "
+                "graphs of decodes are captured without any; build without a bucket, or for a size captured with "
+                "num_tokens"
             )
         metadata.set_has_spans(bool(rows) or of_tokens)
         if not rows and not of_tokens:
@@ -114,7 +116,7 @@ class Spans:
         masks = own_array(metadata.host, "tree_mask")
         if masks is not None and masks[metadata.host.query_start_loc[row]]:
             raise ValueError(
-                f"trees: request {metadata.req_ids[row]!r} runs a tree where it has the span "
+                f"trees: request {quoted(metadata.req_ids[row])} runs a tree where it has the span "
                 f"[{spans[index, 0]}, {spans[index, 1]}); spans are of prompts, which run without drafts"
             )
         return True
@@ -126,7 +128,7 @@ class Spans:
             for start, stop in self.of_row(row).tolist():
                 if start < first + num_steps and stop > first:
                     raise ValueError(
-                        f"run_ahead: request {req_id!r} reaches its span [{start}, {stop}) within "
+                        f"run_ahead: request {quoted(req_id)} reaches its span [{start}, {stop}) within "
                         f"{counted(num_steps, 'step')}; a span runs in one step, which build() makes"
                     )
 
@@ -135,13 +137,13 @@ def _cut_text(req_id: Hashable, span: tuple[int, int], first: int, stop: int) ->
     start, end = span
     if start < first:
         return (
-            f"spans: request {req_id!r} has {counted(first, 'computed token')}, which end within its span "
+            f"spans: request {quoted(req_id)} has {counted(first, 'computed token')}, which end within its span "
             f"[{start}, {end}); the whole span runs in one step, so take back {first - start} with batch.rollback, or "
             f"add the request with {start} at most"
         )
     return (
-        f"scheduled: tokens {first} to {stop - 1} of request {req_id!r} cut its span [{start}, {end}), which runs in "
-        f"one step; schedule {counted(end - first, 'token')} or more"
+        f"scheduled: tokens {first} to {stop - 1} of request {quoted(req_id)} cut its span [{start}, {end}), which "
+        f"runs in one step; schedule {counted(end - first, 'token')} or more"
         + (f", or {start - first}" if start > first else "")
     )
 

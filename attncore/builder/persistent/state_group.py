@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from attncore import arguments
 from attncore.arguments import INT32_MAX
-from attncore.quoted import plain_text, quoted
 
 MOST_STATE_GROUPS = 8
 
@@ -35,7 +34,5 @@ class StateGroup(NamedTuple):
 def checked_state_group(path: str, given: StateGroup) -> StateGroup:
     """The group with a plain name and int, each field read once; ValueError or TypeError that names the field."""
     named, num_slots = tuple.__iter__(given)
-    name = plain_text(named)
-    if not name:
-        raise TypeError(f"{path}.name: {quoted(named)} is not a name")
+    name = arguments.name(f"{path}.name", named)
     return StateGroup(name, arguments.optional_integer(f"{path}.num_slots", num_slots, 2))

@@ -12,6 +12,7 @@ from attncore.builder.fields import Field, Length, engine_field
 from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.state_group import NULL_SLOT_ID, StateGroup
 from attncore.builder.persistent.state_step import field_name
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -50,7 +51,7 @@ class StateSlots(Column):
 
         ValueError or TypeError where it is another list, or the slot cannot be given to the row's request.
         """
-        who = f"block_ids: request {req_id!r} in group {self.group.name!r}"
+        who = f"block_ids: request {quoted(req_id)} in group {self.group.name!r}"
         slots, held = arguments.items(who, given, most=2), self.held(row)
         if len(slots) + len(held) > 1 or (needed and not slots):
             count = ("no slot", "a slot", "more than one slot")[len(slots)]
@@ -62,7 +63,7 @@ class StateSlots(Column):
         """A slot as an int; ValueError or TypeError that begins with ``who`` where it cannot be a request's."""
         slot = arguments.integer_or_none(given)
         if slot is None:
-            raise TypeError(f"{who}: {given!r} is not an integer")
+            raise TypeError(f"{who}: {quoted(given)} is not an integer")
         if slot == NULL_SLOT_ID:
             raise ValueError(f"{who}: slot 0, the null slot, to which padded rows write; give one of 1 and above")
         if not 0 < slot < self.group.limit:
@@ -72,6 +73,6 @@ class StateSlots(Column):
             order = self._core.order
             other = next((one for row, one in enumerate(order.req_ids) if self._place(row) == holders[0]), None)
             raise ValueError(
-                f"{who}: slot {slot} is that of request {other!r}; a state is one request's, so give another slot"
+                f"{who}: slot {slot} is that of request {quoted(other)}; a state is one request's, so give another slot"
             )
         return slot

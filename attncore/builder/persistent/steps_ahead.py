@@ -17,6 +17,7 @@ from attncore.builder.slices import HostArrays
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import AttncoreError, CaptureError
 from attncore.kernels import codes
+from attncore.quoted import quoted
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class StepsAhead(Uncopied):
         further = np.flatnonzero(computed[rows] > context[indices] + self._num_steps)
         if len(further):
             raise CaptureError(
-                f"stop: request {self._metadata.req_ids[indices[further[0]]]!r} has run further since step {self.step} "
-                "was built; stop before another builder builds over the batch"
+                f"stop: request {quoted(self._metadata.req_ids[indices[further[0]]])} has run further since step "
+                f"{self.step} was built; stop before another builder builds over the batch"
             )
         core.undo.append((vars(self).update, {name: vars(self)[name] for name in counts}))
         core.undo.append((np.copyto, computed, computed.copy()))

@@ -9,6 +9,7 @@ import numpy as np
 from attncore.builder.device.captured_sizes import of_size
 from attncore.errors import CaptureError
 from attncore.kernels import codes
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -77,7 +78,7 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
         known = row < len(order) and order.req_ids[row] is req_id and not came_later[row]
         if not known or computed[row] != after[row]:
             raise CaptureError(
-                f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
+                f"{what}: request {quoted(req_id)} has changed since step {metadata.step} was built; {what} a step "
                 "before its requests are removed, preempted or rolled back; rows that were swapped are to be swapped "
                 "back first"
             )

@@ -29,7 +29,7 @@ def kernel(environ: Mapping[str, str] = os.environ) -> str:
     """What ATTNCORE_ROCM_KERNEL asks for, ``auto`` where it is not set; ValueError where it is none of KERNELS."""
     value = environ.get(KERNEL, "auto")
     if value not in KERNELS:
-        raise ValueError(f"{KERNEL}: {value!r} is not one of {', '.join(KERNELS)}")
+        raise ValueError(f"{KERNEL}: {value[:200]!r} is not one of {', '.join(KERNELS)}")
     return value
 
 
@@ -43,7 +43,9 @@ def dev_device(environ: Mapping[str, str] = os.environ) -> str | None:
     if value is None:
         return None
     if value not in DEV_DEVICES:
-        raise ValueError(f"{DEV_DEVICE}: {value!r} is not one of {', '.join(DEV_DEVICES)}; it is for development only")
+        raise ValueError(
+            f"{DEV_DEVICE}: {value[:200]!r} is not one of {', '.join(DEV_DEVICES)}; it is for development only"
+        )
     if value == "cpu" and environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"{DEV_DEVICE}: cpu is Triton's interpreter; set TRITON_INTERPRET=1 as well")
     return value
