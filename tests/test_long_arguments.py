@@ -1,4 +1,4 @@
-"""What a caller gives is quoted in short: errors of public calls have few letters, on one line, whatever they refuse."""
+"""What a caller gives is quoted in short: errors of public calls have few letters, on one line."""
 
 import numpy as np
 import pytest
