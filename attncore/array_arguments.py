@@ -121,6 +121,15 @@ def beyond_its_memory(tensor: Any) -> bool:
     return bool((last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes())
 
 
+def of_fixed_size(tensor: Any) -> Any:
+    """``tensor``, of our own, to which we write for as long as it lives, and which others see. On a CPU its memory
+    keeps its size from now on, whatever they do to it.
+    """
+    if tensor.is_cpu:
+        tensor.numpy()  # torch resizes no memory that NumPy has seen
+    return tensor
+
+
 def not_by_address(tensor: Any) -> str | None:
     """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's.
 

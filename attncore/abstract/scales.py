@@ -86,8 +86,11 @@ def own_scale(scale: float | Tensor, device: str) -> float | Tensor:
         return scale
     import torch
 
+    from attncore.array_arguments import of_fixed_size  # it imports NumPy
+
     with torch.inference_mode(False):  # or it could not be written to later
-        return scale.detach().to(device, torch.float32, copy=True).reshape(-1)
+        own: Tensor = of_fixed_size(scale.detach().to(device, torch.float32, copy=True).reshape(-1))
+    return own
 
 
 def replaced(held: float | Tensor, new: float | Tensor) -> float | Tensor:

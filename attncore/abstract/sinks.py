@@ -17,19 +17,25 @@ def own_sinks(sinks: Any, config: BackendConfig) -> Tensor:
     """Numbers or a tensor, one for each query head, as a tensor of the layer's own; ValueError where they are none."""
     import torch
 
+    from attncore.array_arguments import of_fixed_size  # it imports NumPy
+
     checked = checked_per_head("sinks", sinks, config.num_heads)
     if scales.is_tensor(checked):
         return own_tensor(checked, config)
     with torch.inference_mode(False):  # or it could not be written to later
-        return torch.tensor(checked, dtype=torch.float32, device=config.device)
+        own: Tensor = of_fixed_size(torch.tensor(checked, dtype=torch.float32, device=config.device))
+    return own
 
 
 def own_tensor(given: Tensor, config: BackendConfig) -> Tensor:
     """A float32 copy on the backend's device."""
     import torch
 
+    from attncore.array_arguments import of_fixed_size  # it imports NumPy
+
     with torch.inference_mode(False):
-        return given.detach().to(config.device, torch.float32, copy=True).contiguous()
+        own: Tensor = of_fixed_size(given.detach().to(config.device, torch.float32, copy=True).contiguous())
+    return own
 
 
 def write_sinks(held: list[Tensor], new: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from attncore.array_arguments import beyond_its_memory
 from attncore.builder.adopted.given import check_memory
+from attncore.builder.device.memory import device_zeros
 
 if TYPE_CHECKING:
     from attncore.builder.adopted.given import Given
@@ -72,8 +73,8 @@ class DeviceFields:
         self._sum_lengths = SumLengths(self._words, self._settings.gap, self._settings.block_size)
 
     def _zeros(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        with torch.inference_mode(False):  # steps are built in that mode and outside of it
-            return torch.zeros(count, dtype=dtype, device=self.device)
+        zeros: torch.Tensor = device_zeros(count, dtype, self.device)
+        return zeros
 
     @property
     def page_buffer(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore.array_arguments import of_fixed_size
 from attncore.show import counted
 
 ALIGNMENT = 128
@@ -69,8 +70,18 @@ def device_bytes(nbytes: int, device: str) -> Any:
     """A tensor uint8[nbytes] of zeros on ``device``, which can be written in and outside of inference mode."""
     import torch
 
+    return device_zeros(nbytes, torch.uint8, device)
+
+
+def device_zeros(shape: int | tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """A tensor of zeros on ``device`` of which steps show parts, and which can be written in and outside of inference
+    mode.
+    """
+    import torch
+
     with torch.inference_mode(False):  # steps are written in that mode and outside of it
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+    return of_fixed_size(tensor)
 
 
 class Readers:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attncore.builder.device.memory import device_zeros
 from attncore.show import counted
 
 SURPLUS_ENTRIES = 1 << 16
@@ -46,8 +47,7 @@ class DeviceTables:
     def __init__(self, device: str, host: Sequence[HostTable]) -> None:
         self.device, self.host = device, list(host)
         self._cuda = device.startswith("cuda")
-        with torch.inference_mode(False):  # steps are sent in that mode and outside of it
-            self.tensors = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in host]
+        self.tensors = [device_zeros(table.array.shape, torch.int32, device) for table in host]
         self._page_indices: list[Any] = [None] * len(self.tensors)
         self._kernels: Any = None
         if self._cuda:
@@ -98,10 +98,7 @@ class DeviceTables:
     def page_buffer(self, index: int) -> Any:
         """The buffer of page indices, int32[rows * width], at a fixed address."""
         if self._page_indices[index] is None:
-            with torch.inference_mode(False):
-                self._page_indices[index] = torch.zeros(
-                    self.tensors[index].numel(), dtype=torch.int32, device=self.device
-                )
+            self._page_indices[index] = device_zeros(self.tensors[index].numel(), torch.int32, self.device)
         return self._page_indices[index]
 
     def gather_pages(self, index: int, metadata: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
-from attncore.array_arguments import not_by_address
+from attncore.array_arguments import not_by_address, of_fixed_size
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
 from attncore.quoted import quoted
@@ -54,7 +54,7 @@ class Overlap:
         self._exact = _exact(backends)
         """Names of the groups whose backends plan by exact lengths, where the host plans."""
         _check(backends, max_num_reqs, num_rejected, ranks)
-        self.num_rejected = num_rejected
+        self.num_rejected = of_fixed_size(num_rejected)
         self.overlapped = False
         self._last = self._before_last = _NO_STEP
         self._depth = depth

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
+from attncore import AdoptedSteps, BackendConfig
 from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder.adopted.device_fields import MADE
 from attncore.builder.device.memory import ALIGNMENT, zeros
 from attncore.builder.fields import DERIVED
+from attncore.reference import ReferenceBackend
 
 
 @pytest.fixture
@@ -75,3 +79,44 @@ def test_memory_lives_as_long_as_an_array_over_it(kernels):
     others = [np.ones((64, 4096), np.int32) for _ in range(4)]
     assert table[0, :999].tolist() == list(range(1, 1000))
     assert len(others) == 4
+
+
+def test_no_tensor_that_a_caller_can_reach_has_memory_that_torch_resizes(batch):
+    """A build would write beyond it."""
+    backend = ReferenceBackend(BackendConfig(2, 1, 4, "float32", 4))
+    rejected = torch.zeros(4, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, backend, max_num_batched_tokens=16, transport="copy", num_rejected=rejected, decode_threshold=3
+    )
+    steps = [builder.build({"a": 3}), builder.capture(2)]
+    tensors = [tensor for step in steps for tensor in (step.page_buffer, step.paged_kv_indices, *arrays_of(step))]
+    found = [rejected, *(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))]
+    assert len(found) > 20
+    for tensor in found:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            tensor.untyped_storage().resize_(4)
+    assert builder.build(overlapped=True).seq_lens.tolist() == [9]
+
+
+def test_nor_of_adopted_steps():
+    backend = ReferenceBackend(BackendConfig(2, 1, 4, "float32", 4))
+    steps = AdoptedSteps(backend, max_num_reqs=4, max_num_tokens=16, max_model_len=64, num_blocks=16)
+    own = {"query_start_loc": [0, 1, 3], "seq_lens": [5, 7], "block_table": [[1, 2], [3, 4]]}
+    given = {name: torch.tensor(values, dtype=torch.int32) for name, values in own.items()}
+    step = steps.build(**given, slot_mapping=torch.tensor([8, 13, 14]))
+    for name in (*sorted(MADE), "page_buffer"):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            getattr(step, name).untyped_storage().resize_(4)
+
+
+def test_nor_of_a_layer():
+    config = BackendConfig(2, 1, 4, "float32", 4, kv_cache_dtype="fp8_e4m3")
+    one = torch.ones(1)
+    for sinks in ([0.0, 1.0], torch.zeros(2)):
+        layer = ReferenceBackend(config).impl("layers.0", scale=1.0, k_scale=one, v_scale=one, sinks=sinks)
+        for tensor in (layer.k_scale, layer.v_scale, layer.sinks):
+            with pytest.raises(RuntimeError, match="not resizable"):
+                tensor.untyped_storage().resize_(0)
+        layer.set_scales(one, one)
+        layer.set_sinks([1.0, 2.0])
+    one.untyped_storage().resize_(64)  # the caller's own is the caller's
