@@ -1,6 +1,7 @@
 """``attncore replay --model``: a model of transformers beside its metadata, its logits checked."""
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_what_is_to_run_is_said_first(why, config, trace, capsys, monkeypatch):
         "LlamaForCausalLM: 4 heads, 2 key/value heads of 8; --requests N runs fewer"
     )
     assert (said in " ".join(capsys.readouterr().err.split())) == bool(why)
+
+
+def test_transformers_says_nothing_of_a_vision_tower(config, trace, capsys):
+    """Which has no attention to exchange, and does not run."""
+    text = {**LLAMA, "model_type": "qwen2", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "mlp_dim": 16}
+    path = config({"model_type": "got_ocr2", "text_config": text, "vision_config": vision})
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        assert main(["replay", trace, "--model", path, *WORDS]) == 0
+    finally:
+        logger.removeHandler(handler)
+    assert said == []
 
 
 @pytest.mark.parametrize("num_blocks", [20, 500])

@@ -1,5 +1,6 @@
 """Readers: hand-made files, every way to break one, and the slices of the published traces where they are there."""
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -68,6 +69,29 @@ def test_rows_behind_the_last_one_kept_are_checked_too(tmp_path):
     path = written(tmp_path / "trace", AZURE.replace(",1,1", ",1,x"))
     with pytest.raises(TraceError, match="row 3"):
         read_trace(path, max_requests=1)
+
+
+def accepted(path, text):
+    """Where a text may be cut so that it is still a trace: what is behind the last line end, and whether that is in
+    doubt."""
+    found = []
+    for length in range(1, len(text)):
+        path.write_bytes(text[:length].encode())
+        with contextlib.suppress(TraceError):
+            found.append((text[:length].rpartition("\n")[2], bool(read_trace(path).doubt)))
+    return found
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_cut_is_found_but_in_the_last_number_and_between_two_rows(end, tmp_path):
+    rows = [f"2023-11-16 18:15:4{second}.68,374,{output}" for second, output in ((6, 44), (7, 1), (9, 55))]
+    found = accepted(tmp_path / "trace", end.join((HEADER, *rows)))
+    expected = [(rows[0][:-1], True), (rows[0], True), (rows[1], True), (rows[2][:-1], True)]
+    expected += [(row + "\r", True) for row in rows[:2] if end != "\n"]
+    assert sorted(found) == sorted([*expected, ("", False), ("", False)])
+    assert {last for last, _ in accepted(tmp_path / "trace", lines(*MOONCAKE))} == {
+        "", *(json.dumps(one) for one in MOONCAKE)
+    }  # fmt: skip
 
 
 def azure_row(row: str) -> str:

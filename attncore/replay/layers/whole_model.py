@@ -117,7 +117,7 @@ class ModelLayers:
         key_heads = f"{counted(config.num_kv_heads, 'key/value head')} of {config.head_size}"
         heads = f"{counted(config.num_heads, 'head')}, {key_heads}"
         self.described = f"{len(layers)} of {type(self.model).__name__}{latent}{states}: {heads}"
-        with errors_as_model_errors(path):
+        with errors_as_model_errors(path), data_alone():
             self.model.set_attn_implementation("attncore")
 
     def check_lengths(self, requests: Sequence[Request]) -> None:
