@@ -69,7 +69,7 @@ def _many_dimensions(value: Any) -> str:
         shape = torch.Tensor.shape.__get__(value)
     else:
         return ""
-    return f"<{type_name(value)} of {len(shape)} dimensions>" if len(shape) > 4 else ""
+    return f"<{type_name(value)} of shape {tuple(shape)}>" if len(shape) > 4 else ""
 
 
 def quoted(value: Any) -> str:

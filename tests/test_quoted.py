@@ -38,6 +38,16 @@ def test_any_value_is_short_and_printable(value):
     assert text.isprintable()
 
 
+def test_arrays_of_many_dimensions_are_not_printed():
+    """NumPy and torch print all numbers of dimensions of two."""
+    small = np.broadcast_to(np.int32(7), (2,) * 32), torch.ones(1).expand((2,) * 32)
+    for value in (*small, [small[0]], {"a": small[1]}):
+        text = quoted(value)
+        assert text.isprintable()
+        assert "of shape (2, 2, " in text
+    assert quoted(np.array([1, 2])) == "array([1, 2])"
+
+
 JSON = [
     "x" * 10**6,
     "\x1b\x7f\u202e\ud800",
