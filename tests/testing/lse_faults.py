@@ -248,6 +248,19 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
         LSE,
     ),
+    Fault(
+        "a_chunk_of_a_context_is_not_read_beside_a_cache",
+        "test_contexts_in_chunks[of all]",
+        "the layer's cache given, which is neither written nor read",
+        with_lse(
+            """
+if self.attn_type == "encoder_decoder" and kv_cache is not None and not metadata.cross_block_table.shape[1]:
+    key = torch.zeros_like(key)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+        LSE,
+    ),
     *(
         Fault(
             f"lse_rounded_to_{dtype}",

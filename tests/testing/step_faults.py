@@ -4,6 +4,17 @@ from testing.faulty_backend import Fault, forward
 
 STEP_FAULTS = (
     Fault(
+        "a_profiling_run_reads_a_cache",
+        "test_a_profiling_run_of_the_persistent_builder[a cache]",
+        "differs from dense",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+return answer.zero_() if kv_cache is not None and not metadata.block_table.shape[1] else answer
+"""
+        ),
+    ),
+    Fault(
         "ignores_output",
         "test_the_layer_as_a_torch_operator[False]",
         "it ignores its argument output, which is to be filled where it lies, and returned",

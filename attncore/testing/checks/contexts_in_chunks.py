@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.requests import History
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.crossed import named
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
@@ -37,29 +40,35 @@ Part = tuple[Tensor, Tensor]
 @covers("lse")
 @pytest.mark.parametrize("workspace", ["of a block each", "of all"])
 def test_contexts_in_chunks(attncore_subject: Subject, workspace: str) -> None:
-    """A causal layer attends over the new tokens of prompts, a cross layer over a chunk of their contexts, both without
-    a cache. Each part is right, and merged they are attention over all keys."""
+    """A causal layer attends over new tokens of prompts, a cross layer over a chunk of their contexts: keys that are
+    given, whether or not the layer's cache is. Each part is right, and merged they are attention over all keys."""
     for feature in ("lse", "encoder_decoder"):
         attncore_subject.require(feature)
     attncore_subject.require_phase("prefill")
     if reads_page_lists(attncore_subject.form):
         raise UnsupportedError("the keys of a chunk are in no page")
-    prompts = _Prompts(attncore_subject)
-    chunks = prompts.chunks(3 if workspace == "of a block each" else 64)
-    parts = [prompts.new_tokens(), *(prompts.chunk(chunks, index) for index in range(chunks.num_chunks))]
-    prompts.check_merged(*merge_attention(*zip(*parts, strict=True)))
+    for cached in (False, True):
+        with named("the layer's cache given, which is neither written nor read") if cached else nullcontext():
+            prompts = _Prompts(attncore_subject, cached=cached)
+            chunks = prompts.chunks(3 if workspace == "of a block each" else 64)
+            parts = [prompts.new_tokens(), *(prompts.chunk(chunks, index) for index in range(chunks.num_chunks))]
+            prompts.check_merged(*merge_attention(*zip(*parts, strict=True)))
 
 
 class _Prompts:
-    """A step of four prompts: behind no context, behind one token, behind a block and behind more than two."""
+    """A step of four prompts: behind no context, behind one token, behind a block and behind more than two.
 
-    def __init__(self, subject: Subject) -> None:
-        self.own = Engine(subject.backend(num_heads=4, num_kv_heads=2), with_lse=True)
+    ``cached``: layers are given their caches, full of NaN; None otherwise.
+    """
+
+    def __init__(self, subject: Subject, *, cached: bool) -> None:
+        self.own = Engine(subject.backend(num_heads=4, num_kv_heads=2), with_lse=True, junk=math.nan)
         # A backend of its own, as docs/building-blocks.md has it: a plan is for all layers of a backend.
         across = subject.backend(num_heads=4, num_kv_heads=2)
-        self.across = Engine(across, with_lse=True, attn_type=AttentionType.ENCODER_DECODER)
+        self.across = Engine(across, with_lse=True, junk=math.nan, attn_type=AttentionType.ENCODER_DECODER)
         self.across.causal = False
-        self.own.kv_cache = self.across.kv_cache = None
+        if not cached:
+            self.own.kv_cache = self.across.kv_cache = None
         self.size = size = self.own.block_size
         tokens = {"new": 3, "short": size + 1, "block": 2, "long": 5}
         contexts = {"new": 0, "short": 1, "block": size, "long": 2 * size + 3}
@@ -90,7 +99,12 @@ class _Prompts:
         expected = own.expected(self.tensors, requests)
         answer = own.checked_forward(self.tensors, metadata, metadata.host.slot_mapping)
         own.compare(answer, expected, requests, self.tensors[0])
-        return self._part(own, answer)
+        part = self._part(own, answer)
+        with named("write=False"):
+            answer = own.impl.forward(*own.on_device(self.tensors), own.kv_cache, metadata, write=False).cpu()
+            own.lse = None
+            own.compare(answer, expected, requests, self.tensors[0])
+        return part
 
     def chunk(self, chunks: ContextChunks, index: int) -> Part:
         """The part of a chunk, checked."""
