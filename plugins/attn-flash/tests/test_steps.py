@@ -18,6 +18,9 @@ from attncore.builder import (
     MetadataBuilder,
     Sequence,
     SequenceGroup,
+    context_chunk_metadata,
+    context_chunks,
+    new_tokens_metadata,
 )
 from attncore.dense import dense_attention
 
@@ -253,3 +256,46 @@ def test_views_of_a_mixed_step_of_the_list_builder_are_refused_by_a_cross_layer(
     for write in (True, False):
         with pytest.raises(ValueError, match=r"^metadata: encoder_seq_lens has 2 rows for 1 request; views of a mixed"):
             impl.forward(query, key, value, cache, getattr(step, view), write=write)
+
+
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_without_a_table_attend_to_what_is_given_beside_a_cache_too(
+    generation: str, cached: bool, write: bool
+) -> None:
+    """The parts of a context in chunks: their slots are -1 and their tables have no columns, whatever the cache is."""
+    torch.manual_seed(0)
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    own, across = backend.impl("0", scale=0.25), backend.impl("1", scale=0.25, attn_type="encoder_decoder")
+    cache = backend.allocate_kv_cache(8) if cached else None
+    batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
+    batch.add_request("a", [1, 2], num_computed_tokens=3)
+    batch.add_request("b", [3, 4], num_computed_tokens=6)
+    prefills = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build({"a": 4, "b": 5}).prefill_metadata
+    query, *new = tensors(9)
+    found = own.forward(query, *new, cache, new_tokens_metadata(prefills), write=write)
+    for mine in (slice(0, 4), slice(4, 9)):
+        close(found[mine], dense_attention(*(part[mine].float() for part in (query, *new)), scale=0.25))
+    chunks = context_chunks(prefills.host.block_table, prefills.host.context_lens, size, 2 * size)
+    step = context_chunk_metadata(prefills, chunks, 0)
+    given = tensors(step.num_encoder_tokens)[1:]
+    found = across.forward(query, *given, cache, step, write=write)
+    for mine, seen in ((slice(0, 4), slice(0, 3)), (slice(4, 9), slice(3, 9))):
+        keys = (part[seen].float() for part in given)
+        close(found[mine], dense_attention(query[mine].float(), *keys, scale=0.25, causal=False))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_decodes_of_a_profiling_run_have_no_table(generation: str, cached: bool) -> None:
+    """Those of the list builder: each attends to its own key."""
+    torch.manual_seed(0)
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    groups = [
+        SequenceGroup(True, [Sequence(0, 3, 0, None)]),
+        SequenceGroup(False, [Sequence(1, 1, 5, None)]),
+    ]
+    metadata = CommonMetadataBuilder(size, "flash", backend=backend).build(groups)
+    given = tensors(4)
+    found = backend.impl("0", scale=0.25).forward(*given, backend.allocate_kv_cache(8) if cached else None, metadata)
+    for mine in (slice(0, 3), slice(3, 4)):
+        close(found[mine], dense_attention(*(part[mine].float() for part in given), scale=0.25))

@@ -8,7 +8,15 @@ import flashinfer_standin as standin
 import pytest
 import torch
 
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import (
+    CommonMetadataBuilder,
+    InputBatch,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+    new_tokens_metadata,
+)
+from attncore.dense import dense_attention
 
 LENS = [3, 9, 1, 4]
 
@@ -94,3 +102,44 @@ def test_a_step_after_a_profiling_run_is_planned_anew() -> None:
     backend.plan(step)
     wanted = dense(*tensors, 0.125, None)[:3]
     torch.testing.assert_close(impl.forward(query, key, value, cache, step).float(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("step", ["profiling run", "new tokens"])
+def test_a_step_without_pages_attends_over_its_own_keys_beside_a_cache_too(
+    step: str, cached: bool, write: bool
+) -> None:
+    """No row has a block table, so that the keys are those given, whether they are written or not."""
+    torch.manual_seed(0)
+    backend = standin.backend()
+    impls = [backend.impl(f"layers.{i}", scale=0.125) for i in range(2)]
+    cache = backend.allocate_kv_cache(20).fill_(7.0) if cached else None
+    if step == "profiling run":
+        metadata = profiled(backend, "persistent")
+    else:
+        batch = InputBatch(max_num_reqs=4, max_model_len=16, block_size=4)
+        for row in range(len(LENS)):
+            batch.add_request(row, list(range(1 + 4 * row, 5 + 4 * row)), num_computed_tokens=row + 1)
+        built = MetadataBuilder(batch, backend, max_num_batched_tokens=32).build(dict(enumerate(LENS)))
+        metadata = new_tokens_metadata(built.prefill_metadata)
+    lens = metadata.host.query_lens.tolist()
+    backend.plan(metadata)
+    for impl in impls:
+        query, key, value = (torch.randn(sum(lens), heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        found, lse = impl.forward_with_lse(query, key, value, cache, metadata, write=write)
+        assert lse.isfinite().all()
+        parts = (tensor.float().split(lens) for tensor in (query, key, value))
+        for mine, *given in zip(found.split(lens), *parts, strict=True):
+            torch.testing.assert_close(mine.float(), dense_attention(*given, scale=0.125), atol=2e-2, rtol=2e-2)
+    assert cache is None or bool((cache == 7.0).all())
+
+
+def test_a_step_of_requests_that_have_context_needs_the_cache() -> None:
+    backend = standin.backend()
+    impl = backend.impl("layers.0", scale=0.125)
+    batch = InputBatch(max_num_reqs=1, max_model_len=16, block_size=4)
+    batch.add_request("a", [1, 2], num_computed_tokens=3)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=32).build()
+    with pytest.raises(ValueError, match=r"^kv_cache: None found; a step of requests that have"):
+        impl.forward(*(torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)), None, metadata)

@@ -263,3 +263,13 @@ def test_the_scale_of_nothing_is_right():
     from attn_rocm import launch
 
     assert math.isclose(2**launch.LOG2E, math.e)
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_a_step_with_block_tables_needs_the_cache(variant, monkeypatch):
+    """Without it a request's context would be left out in silence."""
+    standins.install(monkeypatch, variant)
+    engine = Engine(standins.backend(variant))
+    engine.kv_cache = None
+    with pytest.raises(ValueError, match="kv_cache: None found; a step whose requests have block tables needs"):
+        run_batch(engine, DECODES)

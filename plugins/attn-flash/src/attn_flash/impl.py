@@ -182,7 +182,8 @@ class FlashImpl(AttentionImpl):
                 caches = self._written(key, value, kv_cache, metadata.cross_slot_mapping)
             else:
                 caches = self._views_of_cache(kv_cache)
-            plan = StepPlan(cross_segments(metadata, cached=caches is not None))
+            in_cache = caches is not None and (metadata.cross_block_table.shape[1] > 0 or not num_keys)
+            plan = StepPlan(cross_segments(metadata, cached=in_cache))
             if plan.packed:
                 check_tokens(num_keys, key=key, value=value)
             if metadata.use_cuda_graph or not metadata.host.encoder_seq_lens.all():

@@ -131,7 +131,7 @@ class DecoderPlan(StepPlan):
     ) -> None:
         self._table, self._lengths = metadata.block_table, metadata.seq_lens
         self._counts = metadata.max_query_len, metadata.use_cuda_graph
-        self.lasts = not metadata.num_prefills
+        self.lasts = not metadata.num_prefills and self._table.shape[1] > 0
         columns = -(-metadata.max_seq_len // block_size) or 1
         self._above, self._longest = (columns - 1) * block_size, columns * block_size
         segments = []

@@ -99,12 +99,18 @@ def decoder_segments(
     (``paged``, ``packed``) come first.
 
     ``together``: the library attends decodes and prefills in one paged call as well as in two. ``windowed``: the layer
-    has a window. ``cached``: keys of this step are read in the cache, too, wherever a row has a table. ValueError
-    beginning with ``metadata`` for a step whose keys are neither all in the cache nor all new.
+    has a window. ``cached``: keys of this step are read in the cache, too, wherever a row has a table. In a step whose
+    table has no columns no row has one: all keys are new. ValueError beginning with ``metadata`` for a step whose keys
+    are neither all in the cache nor all new.
     """
     starts = metadata.query_start_loc
     rows = _Rows(metadata.block_table, metadata.seq_lens, starts, metadata.seq_start_loc, starts)
     num_reqs, num_tokens, num_prefills = metadata.num_reqs, metadata.num_tokens, metadata.num_prefills
+    if not metadata.block_table.shape[1]:
+        longest = metadata.max_query_len
+        return (
+            rows.segment("packed", 0, num_reqs, 0, num_tokens, max_query_len=longest, max_seq_len=longest),
+        )  # fmt: skip
     if not num_prefills:
         return (_decodes(metadata, rows, 0, num_reqs, 0, num_tokens, metadata.max_seq_len),)
     num_decodes, num_decode_tokens = num_reqs - num_prefills, num_tokens - metadata.num_prefill_tokens

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
-from attn_flashinfer.profiling import is_profiled, profiled_step
+from attn_flashinfer.profiling import has_no_pages, is_profiled, profiled_step
 from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey, SinksByLse
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
+    from attn_flashinfer.plans import StepPlan
 
 LN2 = math.log(2.0)
 _NO_CACHE_YET = object()
@@ -92,9 +93,10 @@ class FlashInferImpl(AttentionImpl):
 
         ``kv_cache`` is ``[blocks, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of views
         ``[blocks, block_size, num_kv_heads, head_size]``, or None in a profiling run, which attends over the step's own
-        keys in a cache of its own, and so takes the memory of a step of these lengths. ``metadata`` is of the step
-        planned last, or of a captured size. The output of tokens of padding is not defined. Every key is read in the
-        cache, so that without ``write`` key and value are not needed; a profiling run without them gives 0.
+        keys in a cache of its own, and so takes the memory of a step of these lengths. A step without pages, as of
+        ``new_tokens_metadata``, does so whatever ``kv_cache`` is. ``metadata`` is of the step planned last, or of a
+        captured size. The output of tokens of padding is not defined. Every other key is read in the cache, so that
+        without ``write`` key and value are not needed; a profiling run without them gives 0.
         """
         return self._attend(query, key, value, kv_cache, metadata, output, None, write)
 
@@ -127,24 +129,25 @@ class FlashInferImpl(AttentionImpl):
     ) -> Tensor:
         if write is not True:
             write = self.check_write(write)
-        if kv_cache is None:
-            self.check_order(query, metadata)
-            if not write or not is_profiled(metadata):
-                return (self._empty(query) if output is None else output).zero_()
-            profiled = profiled_step(self.backend, self._write, key, value, metadata)
-            step, caches = self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
-        else:
+        step, caches = self._plans.step, None
+        if kv_cache is not None:
             if kv_cache is not self._kv_cache or [part.data_ptr() for part in self._parts] != self._places:
                 self.check_order(query, metadata)
                 self._take(kv_cache, metadata)
-            step, caches = self._plans.step, self._caches
-            if step.metadata() is not metadata:
-                self.check_order(query, metadata)
+            caches = self._caches
+        if caches is None or step.metadata() is not metadata:
+            self.check_order(query, metadata)
+            if caches is None or has_no_pages(metadata):
+                found = self._over_own_keys(key, value, metadata, write)
+                if found is None:
+                    return (self._empty(query) if output is None else output).zero_()
+                (step, caches), write = found, False
+            else:
                 step = self._plans.find(metadata)
-            if step.parts and step.parts[-1].stop > query.shape[0]:  # a kernel would read and write beyond its rows
-                raise ValueError(f"query: shape {tuple(query.shape)} found; the metadata has {step.parts[-1].stop}")
-            if write:
-                self._write(key, value, *self._slots, metadata.slot_mapping)
+        if step.parts and step.parts[-1].stop > query.shape[0]:  # a kernel would read and write beyond its rows
+            raise ValueError(f"query: shape {tuple(query.shape)} found; the metadata has {step.parts[-1].stop}")
+        if write:
+            self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
             output = self._empty(query)
         target = output if output.is_contiguous() else self._empty(query)
@@ -175,6 +178,19 @@ class FlashInferImpl(AttentionImpl):
         if target is not output:
             output.copy_(target)
         return output
+
+    def _over_own_keys(
+        self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata, write: bool
+    ) -> tuple[StepPlan, Any] | None:
+        """The plan of a step that no cache holds, and the cache that its own keys are written to; None where nothing is
+        attended: it has no tokens, or their keys are not given.
+        """
+        if not int(metadata.host.query_start_loc[-1]) or (key is None and not write):
+            return None
+        if not is_profiled(metadata):
+            raise ValueError("kv_cache: None found; a step of requests that have context needs the cache")
+        profiled = profiled_step(self.backend, self._write, key, value, metadata)
+        return self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
 
     def _empty(self, query: Tensor) -> Tensor:
         """What the output of ``query`` takes."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 from attn_flashinfer.captured_trees import CapturedTrees
 from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages, tensor_over
+from attn_flashinfer.profiling import has_no_pages
 from attn_flashinfer.trees import MOST_TOKENS, MaskMemory, has_masks, holds_trees, trees_of
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, LayerSettings
 from attn_flashinfer.xqa import XqaDecode
@@ -87,6 +88,8 @@ class KeyPlans:
     def plan(self, metadata: AttentionMetadata, pages: Pages) -> None:
         """Plans a step. Reads host arrays and integers alone."""
         self.step = StepPlan(no_step, ())  # a plan that fails may have taken the last one's wrappers
+        if has_no_pages(metadata):
+            return  # each layer plans over its own keys
         if not metadata.use_cuda_graph:
             self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
         elif metadata.builder is not None:

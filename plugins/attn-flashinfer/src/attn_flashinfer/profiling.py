@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ def is_profiled(metadata: AttentionMetadata) -> bool:
     return bool(starts[-1]) and len(lens) == len(starts) - 1 and bool((np.diff(starts) == lens).all())
 
 
+def has_no_pages(metadata: AttentionMetadata) -> bool:
+    """Whether a step's tokens attend to its own keys alone, wherever a cache is: profiling runs, and the new tokens
+    beside chunks of a context. Their page lists are empty.
+    """
+    if metadata.builder is not None or metadata.use_cuda_graph:
+        return False
+    indptr = getattr(metadata.host, "paged_kv_indptr", None)
+    return indptr is not None and not indptr[-1] and is_profiled(metadata)
+
+
 class ProfiledStep(NamedTuple):
     """Prompts without a context, in a cache that holds nothing else."""
 
@@ -36,7 +46,7 @@ class ProfiledStep(NamedTuple):
 def profiled_step(
     backend: FlashInferBackend,
     write: Callable[..., None],
-    key: Tensor,
+    key: Any,
     value: Tensor | None,
     metadata: AttentionMetadata,
 ) -> ProfiledStep:
