@@ -35,7 +35,7 @@ from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import options_of
-from attncore.replay.backend_code import BackendError
+from attncore.replay.backend_code import BackendError, named_errors
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
@@ -67,7 +67,8 @@ configure = replay_options.add_options
 def run(args: argparse.Namespace) -> int:
     """Replay and report; 1 where a check or the backend failed."""
     try:
-        return _run(args)
+        with named_errors():
+            return _run(args)
     except BackendError as error:
         return fail(error, 1)
     except MemoryError as error:

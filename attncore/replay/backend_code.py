@@ -2,7 +2,8 @@
 
 A backend may raise anything, also what would be taken for something else: for a mistake in the trace, for a pipe whose
 reader has gone, for memory that does not suffice. ``created`` makes a backend whose calls are guarded, so that neither
-the layers of a replay nor a model of transformers nor the builder need a guard of their own.
+the layers of a replay nor a model of transformers nor the builder need a guard of their own. What its attributes raise
+where they are read, ``named_errors`` names around all of a replay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import signal
 import sys
 import threading
 from _signal import pthread_sigmask  # type: ignore[import-not-found]  # that of signal is a function of Python
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from attncore.abstract import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.errors import AttncoreError, PluginError
 from attncore.interrupts import raises_again
 from attncore.process_end import end_if_forked
-from attncore.quoted import describe_error, quoted, type_name
+from attncore.quoted import MOST, describe_error, one_line, quoted, type_name
 from attncore.registry.plugins.left_as_found import Signals, Wakeup
 from attncore.show import counted
 from attncore.standard_output import found_streams, put_streams
@@ -61,18 +63,25 @@ def created(choice: Choice, device: str | None = None) -> AttentionBackend:
     guard = _Guard(f"backend {choice.candidate.label}")
     make = partial(_made, choice, device)
     backend: AttentionBackend = guard.call("its creation", make, spared=partial(_refuses, _FIELDS))
-    own = vars(backend)
-    own["impl"] = partial(guard.call, "impl", backend.impl, spared=partial(_refuses, _OF_LAYERS), finish=guard.layer)
+    _CREATED.update(dict.fromkeys(_packages_of(type(backend)), guard.whose))
+    guard.call("its creation", partial(_guarded, backend, guard))
+    return backend
+
+
+def _guarded(backend: AttentionBackend, guard: _Guard) -> None:
     allocate = partial(_allocated, backend, backend.allocate_kv_cache)
-    own["allocate_kv_cache"] = partial(
-        guard.call, "allocate_kv_cache", allocate, spared=_refuses_blocks, finish=_check_cache
-    )
-    own["plan"] = partial(guard.call, "plan", backend.plan)
+    calls = {
+        "impl": partial(guard.call, "impl", backend.impl, spared=partial(_refuses, _OF_LAYERS), finish=guard.layer),
+        "allocate_kv_cache": partial(
+            guard.call, "allocate_kv_cache", allocate, spared=_refuses_blocks, finish=_check_cache
+        ),
+        "plan": partial(guard.call, "plan", backend.plan),
+    }
     for name in _OVERRIDDEN:
         if getattr(type(backend), name) is not getattr(AttentionBackend, name):
             finish = _check_tensor if name == "from_host" else None
-            own[name] = partial(guard.call, name, getattr(backend, name), finish=finish)
-    return backend
+            calls[name] = partial(guard.call, name, getattr(backend, name), finish=finish)
+    _put_in_place(backend, calls)
 
 
 def _made(choice: Choice, device: str | None) -> AttentionBackend:
@@ -83,6 +92,56 @@ def _made(choice: Choice, device: str | None) -> AttentionBackend:
     return backend
 
 
+_CREATED: dict[str, str] = {}
+"""The packages with the code of the backends that ``created`` has made -> what names each in an error."""
+
+
+def _packages_of(kind: type) -> set[str]:
+    """The packages of a class and of those that it extends, but for attncore's and Python's own."""
+    packages = {str(one.__module__).partition(".")[0] for one in type.mro(kind)}
+    return packages - {"attncore", *sys.stdlib_module_names}
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """BackendError for what ``backend_error`` names; all else is raised as it is."""
+    try:
+        yield
+    except BaseException as error:
+        if (named := backend_error(error)) is not None:
+            raise named from error
+        raise
+
+
+def backend_error(error: BaseException) -> BackendError | None:
+    """The BackendError for what a backend's code has raised outside of its guarded calls; None for any other error.
+
+    Attributes of a backend and of its layers are read in many places, and its class may have a property for each.
+    """
+    if isinstance(error, KeyboardInterrupt | BackendError):
+        return None
+    failed, trace = "", error.__traceback__
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+        if code is _Guard.call.__code__:  # which has raised what is to be told as it is
+            return None
+        whose = _CREATED.get(str(module).partition(".")[0])
+        failed = failed or (f"{whose} failed in {one_line(code.co_name, MOST)}" if whose else "")
+        trace = trace.tb_next
+    return BackendError(f"{failed}: {describe_error(error)}") if failed else None
+
+
+def _put_in_place(one: Any, calls: Mapping[str, Callable[..., Any]]) -> None:
+    """Has ``calls`` in the place of methods of one object, also where its class has a property there, which would come
+    first.
+    """
+    kind: Any = type(one)
+    static = {name: type(inspect.getattr_static(kind, name, None)) for name in calls}
+    if before := [name for name, what in static.items() if hasattr(what, "__set__") or hasattr(what, "__delete__")]:
+        one.__class__ = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **dict.fromkeys(before)})
+    vars(one).update(calls)
+
+
 class _WrongResultError(Exception):
     """What a call returned is not what the contract says; the text says what it is."""
 
@@ -91,7 +150,7 @@ class _Guard:
     """Calls the code of one backend."""
 
     def __init__(self, whose: str) -> None:
-        self._whose = whose
+        self.whose = whose
         self._inside = False
         """Whether its code runs: what it calls of itself raises what it would raise without a guard."""
         self._streams: dict[str, Any] = {}
@@ -131,14 +190,14 @@ class _Guard:
         except KeyboardInterrupt:
             raise
         except _WrongResultError as error:
-            raise BackendError(f"{self._whose}: {what} {error}") from None
+            raise BackendError(f"{self.whose}: {what} {error}") from None
         except BaseException as error:
             if self._inside:  # a handler of the backend's own has raised before
                 self._put_all_back()
             if spared(error):
                 raise
             cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
-            raise BackendError(f"{self._whose} failed in {what}: {describe_error(cause)}") from error
+            raise BackendError(f"{self.whose} failed in {what}: {describe_error(cause)}") from error
         finally:
             if self._inside:
                 self._put_all_back()
@@ -173,9 +232,11 @@ class _Guard:
         """Has ``forward`` and ``forward_with_lse`` of a layer that ``impl`` returned guarded, too."""
         if not isinstance(impl, AttentionImpl):
             raise _WrongResultError(f"returned {_described(impl)}; the contract says an AttentionImpl")
+        calls = {}
         for name, check in (("forward", _check_output), ("forward_with_lse", _check_output_and_lse)):
             what, finish = f"{name} of layer {quoted(layer_name)}", partial(check, impl.backend.config)
-            vars(impl)[name] = partial(self.call, what, getattr(impl, name), spared=_torch_lacks_memory, finish=finish)
+            calls[name] = partial(self.call, what, getattr(impl, name), spared=_torch_lacks_memory, finish=finish)
+        _put_in_place(impl, calls)
 
 
 def _refuses(names: Collection[str], error: BaseException) -> bool:

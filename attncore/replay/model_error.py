@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attncore.quoted import MOST, one_line
-from attncore.replay.backend_code import BackendError
+from attncore.replay.backend_code import BackendError, backend_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,6 +49,8 @@ def errors_as_model_errors(path: str, fields: Mapping[str, Any] | None = None) -
     except (ModelError, BackendError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if (named := backend_error(error)) is not None:
+            raise named from error
         if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
             raise
         if isinstance(error, ZeroDivisionError):

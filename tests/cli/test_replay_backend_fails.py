@@ -150,6 +150,74 @@ def test_a_cache_of_another_shape_is_the_backends_fault(shape, acme, trace, caps
     assert "for 100 blocks; the contract says that exactly one axis grows with num_blocks" in err
 
 
+def llama(folder):
+    """The file of a model's configuration."""
+    config = folder / "model.json"
+    facts = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    facts |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 2048}
+    config.write_text(json.dumps(facts))
+    return str(config)
+
+
+LATE = """
+def late(self, readings=[0]):
+    readings[0] += 1
+    if readings[0] >= {reading}:
+        raise KeyError("late")
+    return self.__dict__[{name!r}] if {name!r} in self.__dict__ else getattr(super(Backend, self), {name!r})
+
+Backend.{name} = property(late, lambda self, value: self.__dict__.update({name}=value))
+"""
+
+
+def add(site, statements):
+    heavy = site.folder / "attn_acme_heavy.py"
+    heavy.write_text(heavy.read_text() + statements)
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [
+        *((name, reading) for name in ("config", "spec", "has_plan") for reading in (1, 2, 3)),
+        *(("name", reading) for reading in (1, 2)),
+        *((name, 1) for name in ("plan", "impl", "from_host", "kv_cache_shape", "allocate_kv_cache")),
+    ],
+)
+@pytest.mark.parametrize("words", [(), ("--model", "MODEL")], ids=["layers", "model"])
+def test_a_property_that_raises_is_named(name, reading, words, acme, site, trace, tmp_path, capsys):
+    """Of the class, at any of its readings: many places read attributes of a backend, outside of its methods."""
+    acme()
+    add(site, LATE.format(name=name, reading=reading))
+    if words:
+        pytest.importorskip("transformers")
+        words = ("--model", llama(tmp_path))
+    code, out, err = replayed(capsys, trace, *words)
+    assert (code, out) == (1, ""), err
+    assert err.splitlines()[-1].startswith("attncore: error: backend acme (attn-acme 1.0) failed in ")
+    assert err.endswith(": KeyError: 'late'\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "words"),
+    [
+        ("Impl.forward", "None", "forward of layer 'layers.0' returned None; the contract says a tensor ("),
+        ("Impl.forward", "1 / 0", "failed in forward of layer 'layers.0': ZeroDivisionError: "),
+        ("Backend.impl", "None", "impl returned None; the contract says an AttentionImpl"),
+        ("Backend.from_host", "None", "from_host returned None; the contract says a tensor"),
+        ("Backend.plan", "1 / 0", "failed in plan: ZeroDivisionError: "),
+        ("Backend.allocate_kv_cache", "None", "allocate_kv_cache returned None; the contract says one layer's cache"),
+    ],
+)
+def test_a_method_that_a_property_gives_is_guarded(method, body, words, acme, site, trace, capsys):
+    """It comes before what the object itself has."""
+    acme()
+    add(site, f"\n{method} = property(lambda self: lambda *args, **kwargs: {body})\n")
+    code, out, err = replayed(capsys, trace)
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert err.startswith("attncore: error: backend acme (attn-acme 1.0)")
+    assert words in err
+
+
 def test_a_backend_catches_what_it_raises_itself(acme, trace, capsys):
     """Its own calls of itself raise what they raise, and no BackendError."""
     acme(
@@ -203,11 +271,7 @@ def test_refusals_and_memory_stay_what_they_are(where, statement, words, acme, t
 def test_a_model_over_a_backend_that_fails(where, statement, words, acme, trace, tmp_path, capsys):
     pytest.importorskip("transformers")
     acme(**{where: statement})
-    config = tmp_path / "model.json"
-    facts = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
-    facts |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 2048}
-    config.write_text(json.dumps(facts))
-    code, out, err = replayed(capsys, trace, "--model", str(config))
+    code, out, err = replayed(capsys, trace, "--model", llama(tmp_path))
     assert (code, out) == (1, ""), err
     assert err.splitlines()[-1].startswith("attncore: error: backend acme (attn-acme 1.0)")
     assert words in err
