@@ -140,7 +140,7 @@ def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError |
         right = right and tensor.layout is torch.strided and not tensor.is_nested
         if not right or tensor.dim() != 1 + (name == "block_table"):
             return _refused(name, tensor, device)
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:  # NumPy gives none to no elements
             return _refused(name, tensor, device)
     return None
 

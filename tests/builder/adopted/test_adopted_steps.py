@@ -95,6 +95,15 @@ def test_a_step_without_rows(backend, kernels):
         assert metadata.positions.tolist() == []
 
 
+def test_a_table_without_rows_has_the_strides_of_numpy(backend, kernels):
+    steps = steps_of(backend, kernels=kernels)
+    table = torch.from_numpy(np.zeros((0, 4), np.int32))
+    assert table.stride() == (0, 0)
+    for _ in range(2):
+        metadata = steps.build(**(given([], []) | {"block_table": table}))
+        assert (metadata.num_reqs, metadata.paged_kv_indptr.tolist()) == (0, [0])
+
+
 def test_the_same_tensors_are_the_same_objects_in_the_next_step(backend):
     """A backend may keep a plan by them; an engine makes a new view of its buffers for each step."""
     steps, tensors = steps_of(backend), given([1, 1, 1], [5, 9, 2])
