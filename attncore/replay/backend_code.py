@@ -28,6 +28,7 @@ from attncore.interrupts import raises_again
 from attncore.process_end import end_if_forked
 from attncore.quoted import MOST, describe_error, one_line, quoted, type_name
 from attncore.registry.plugins.left_as_found import Signals, Wakeup
+from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.show import counted
 from attncore.standard_output import found_streams, put_streams
 
@@ -88,7 +89,9 @@ def _made(choice: Choice, device: str | None) -> AttentionBackend:
     backend = choice.create(device)
     if not isinstance(backend.name, str) or not isinstance(backend.config, BackendConfig):
         raise _WrongResultError("left name or config as the contract does not say; AttentionBackend.__init__ sets both")
-    bool(backend.has_plan and backend.spec)  # the class may replace them by code of its own
+    bool(backend.has_plan)  # the class may replace it by code of its own
+    if (spec := backend.spec) is not None and not isinstance(spec, BackendSpec):
+        raise _WrongResultError(f"left {_described(spec)} as its spec; AttentionBackend.spec is its configuration's")
     return backend
 
 

@@ -78,6 +78,7 @@ def test_a_memory_error_is_the_backends(where, acme, trace, capsys):
         ("from_host", "return None", "from_host returned None; the contract says a tensor"),
         ("init", "del self.config", "AttributeError: "),
         ("init", "self.config = 3", "its creation left name or config as the contract does not say"),
+        ("init", "type(self).spec = {'a': 1}", "its creation left a value of type dict as its spec; AttentionBackend"),
     ],
 )
 def test_a_wrong_result_is_named(where, statement, words, acme, trace, capsys):
