@@ -101,7 +101,8 @@ class _Prompts:
         own.compare(answer, expected, requests, self.tensors[0])
         part = self._part(own, answer)
         with named("write=False"):
-            answer = own.impl.forward(*own.on_device(self.tensors), own.kv_cache, metadata, write=False).cpu()
+            query, key, value = own.on_device(self.tensors)
+            answer = own.impl.forward(query, key, value, own.kv_cache, metadata, write=False).cpu()
             own.lse = None
             own.compare(answer, expected, requests, self.tensors[0])
         return part
