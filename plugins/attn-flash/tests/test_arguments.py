@@ -350,6 +350,18 @@ def test_what_a_build_leaves_out_is_refused_by_name(backend: Any) -> None:
         backend.impl("layers.0", scale=1.0, alibi_slopes=[1.0] * 4)
 
 
+def test_sinks_that_the_kernel_does_not_take_are_refused_with_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer past the negotiation: of too many heads, and of a build without them."""
+    standin.install(monkeypatch, "3_vllm", standin.Generation3())
+    wide, usual = standin.create("3_vllm", num_heads=128), standin.create("3_vllm")
+    with pytest.raises(ValueError, match="sinks: num_heads 128 found; with sinks generation 3 takes 64 at most"):
+        wide.impl("layers.0", scale=1.0, sinks=[0.0] * 128)
+    wide.impl("layers.0", scale=1.0)
+    object.__setattr__(usual.probed, "lacks", {"sinks": "no sinks"})
+    with pytest.raises(ValueError, match="sinks: sinks was left out of this build"):
+        usual.impl("layers.0", scale=1.0, sinks=[0.0] * 4)
+
+
 def test_a_windowed_chunk_whose_early_tokens_have_no_slot_is_refused(backend: Any) -> None:
     size = backend.config.block_size
     builder = CommonMetadataBuilder(size, sliding_window=4, chunked_prefill=True, backend=backend)

@@ -13,7 +13,7 @@ from attn_flash.cascade import CascadeStep, cascade_step
 from attn_flash.generations import MODULES, Layer
 from attn_flash.impl import FlashImpl
 from attn_flash.plan import DecoderPlans
-from attn_flash.spec import LATENT_SUFFIX, fp8_problems
+from attn_flash.spec import LATENT_SUFFIX, MOST_SINKS, fp8_problems
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.builder import CascadeRule
 
@@ -103,6 +103,11 @@ class FlashBackend(AttentionBackend):
             raise ValueError(
                 f"attn_type: variant fa4 reads an encoder's keys of head size {self.config.head_size} wrong from "
                 "pages; ask for the feature 'encoder_decoder' in the request, and the choice goes around it"
+            )
+        if asked.get("sinks") and self.generation.startswith("3") and self.config.num_heads > MOST_SINKS:
+            raise ValueError(
+                f"sinks: num_heads {self.config.num_heads} found; with sinks generation 3 takes {MOST_SINKS} at most: "
+                "ask for them in the request, and the choice goes around it"
             )
         features = {"alibi_slopes": "alibi"}
         for argument, wanted in asked.items():

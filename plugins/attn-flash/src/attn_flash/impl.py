@@ -34,6 +34,7 @@ class FlashImpl(AttentionImpl):
             sliding_window=self.sliding_window is not None,
             logits_soft_cap=self.logits_soft_cap is not None,
             alibi_slopes=self.alibi_slopes is not None,
+            sinks=self.sinks is not None,
         )
         self._fixed: dict[str, Any] = {
             "scale": self.scale,

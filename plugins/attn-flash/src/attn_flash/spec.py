@@ -145,6 +145,8 @@ _LATENT_FACTS = {
     },
     "notes": (_LATENT_FIRST,),
 }
+MOST_SINKS = 64
+"""Query heads of a layer with sinks, over generation 3."""
 _FIX = "install another build of it, or use another backend"
 
 
@@ -250,9 +252,9 @@ def _generation3(generation: str, request: AttentionRequest, host: Host, source:
     for field, message in fp8_problems(request.kv_cache_dtype, request.dtype, request.head_size).items():
         fix = "use a cache of dtype 'auto'"
         yield Reason(field, f"{field} {message}", getattr(request, field), None, source, fix)
-    if "sinks" in request.asked_features and request.num_heads > 64:
-        message = f"num_heads {request.num_heads}: with sinks it takes 64 at most"
-        yield Reason("check", message, request.num_heads, 64, source, "use fa4 (flash-attn-4)")
+    if "sinks" in request.asked_features and request.num_heads > MOST_SINKS:
+        message = f"num_heads {request.num_heads}: with sinks it takes {MOST_SINKS} at most"
+        yield Reason("check", message, request.num_heads, MOST_SINKS, source, "use fa4 (flash-attn-4)")
 
 
 def fp8_problems(kv_cache_dtype: str, dtype: str, head_size: int) -> dict[str, str]:
