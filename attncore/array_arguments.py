@@ -6,6 +6,7 @@ Errors begin with the argument's name. An array that already has the right dtype
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -126,7 +127,8 @@ def of_fixed_size(tensor: Any) -> Any:
     keeps its size from now on, whatever they do to it.
     """
     if tensor.is_cpu:
-        tensor.numpy()  # torch resizes no memory that NumPy has seen
+        with suppress(RuntimeError):  # a subclass, such as FakeTensor, which may have no memory
+            tensor.numpy()  # torch resizes no memory that NumPy has seen
     return tensor
 
 

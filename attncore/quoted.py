@@ -63,11 +63,14 @@ def _many_dimensions(value: Any) -> str:
     few bytes can have thousands of millions of numbers, a stride of 0 in each dimension. Empty for anything else.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        shape = numpy.ndarray.shape.__get__(value)
-    elif torch is not None and isinstance(value, torch.Tensor):
-        shape = torch.Tensor.shape.__get__(value)
-    else:
+    try:
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            shape = numpy.ndarray.shape.__get__(value)
+        elif torch is not None and isinstance(value, torch.Tensor):
+            shape = torch.Tensor.shape.__get__(value)
+        else:
+            return ""
+    except Exception:  # a nested tensor, which has none; a library that is imported by halves
         return ""
     return f"<{type_name(value)} of shape {tuple(shape)}>" if len(shape) > 4 else ""
 

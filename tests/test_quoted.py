@@ -1,5 +1,10 @@
 """Values in messages: short, printable, and made of any object."""
 
+import sys
+import types
+import warnings
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +51,15 @@ def test_arrays_of_many_dimensions_are_not_printed():
         assert text.isprintable()
         assert "of shape (2, 2, " in text
     assert quoted(np.array([1, 2])) == "array([1, 2])"
+
+
+def test_a_tensor_without_a_shape_and_half_a_library(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its nested tensors
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert quoted(nested).startswith("nested_tensor(")
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert quoted(Fraction(1, 2)) == "Fraction(1, 2)"
 
 
 JSON = [

@@ -100,9 +100,9 @@ _CREATED: dict[str, str] = {}
 
 
 def _packages_of(kind: type) -> set[str]:
-    """The packages of a class and of those that it extends, but for attncore's and Python's own."""
-    packages = {str(one.__module__).partition(".")[0] for one in type.mro(kind)}
-    return packages - {"attncore", *sys.stdlib_module_names}
+    """The packages of a backend's class and of the backends that it extends, but for attncore's own."""
+    backends = (one for one in type.mro(kind) if issubclass(one, AttentionBackend))
+    return {str(one.__module__).partition(".")[0] for one in backends} - {"attncore"}
 
 
 @contextmanager

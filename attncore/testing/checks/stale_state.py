@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from torch import Tensor
@@ -113,9 +115,9 @@ def test_a_cache_that_is_given_other_memory(attncore_subject: Subject) -> None:
     engine.fill({"a": engine.block_size + 1})
     tokens = {"a": 1 if "decode" in engine.phases else 2}
     engine.step(tokens)
-    for part in (engine.kv_cache,) if isinstance(engine.kv_cache, Tensor) else engine.kv_cache:
-        part.data = part.data.clone()
-    old = engine.cache_view  # of the old memory, which it keeps
+    old, moved = engine.cache_view, engine.backend.allocate_kv_cache(engine.num_blocks)  # the view keeps the old memory
+    for part, new in zip(_parts(engine.kv_cache), _parts(moved), strict=True):
+        part.data = new.copy_(part)
     engine.cache_view = CacheView(engine.backend, engine.kv_cache, engine.num_blocks, old.owners)
     old.fill(np.ones_like(engine.written), engine.junk)
     engine.step(tokens)
@@ -138,3 +140,8 @@ def test_two_instances_side_by_side(attncore_subject: Subject) -> None:
     for scheduled in ({"a": tokens}, {"a": tokens, "b": tokens}, {"b": tokens}):
         for engine in engines:
             engine.step(scheduled)
+
+
+def _parts(kv_cache: Any) -> tuple[Tensor, ...]:
+    """A cache's tensors."""
+    return (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)

@@ -143,3 +143,18 @@ def test_a_step_of_requests_that_have_context_needs_the_cache() -> None:
     metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=32).build()
     with pytest.raises(ValueError, match=r"^kv_cache: None found; a step of requests that have"):
         impl.forward(*(torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)), None, metadata)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_chunks_and_decodes_of_a_profiling_run_attend_over_their_own_keys(cached: bool) -> None:
+    """Of the list builder: they have a context, of which no page is known."""
+    torch.manual_seed(0)
+    backend = standin.backend()
+    impl, cache = backend.impl("layers.0", scale=0.125), backend.allocate_kv_cache(4) if cached else None
+    builder = CommonMetadataBuilder(4, "flashinfer", backend=backend)
+    groups = [SequenceGroup(True, [Sequence(0, 3, 0, None)]), SequenceGroup(False, [Sequence(1, 1, 5, None)])]
+    query, key, value = (torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    found = impl.forward(query, key, value, cache, builder.build(groups))
+    for tokens in (slice(0, 3), slice(3, 4)):
+        wanted = dense_attention(*(tensor[tokens].float() for tensor in (query, key, value)), scale=0.125)
+        torch.testing.assert_close(found[tokens].float(), wanted, atol=2e-2, rtol=2e-2)

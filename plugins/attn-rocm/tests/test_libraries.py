@@ -8,6 +8,7 @@ import pytest
 import rocm_standins as standins
 import torch
 
+from attncore.builder import InputBatch, MetadataBuilder
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.reading_engine import WRITERS, ReadingEngine
@@ -266,10 +267,21 @@ def test_the_scale_of_nothing_is_right():
 
 
 @pytest.mark.parametrize("variant", LAYERS)
-def test_a_step_with_block_tables_needs_the_cache(variant, monkeypatch):
-    """Without it a request's context would be left out in silence."""
+def test_a_step_of_requests_that_have_context_needs_the_cache(variant, monkeypatch):
+    """Without it the context would be left out in silence. A step of no tokens needs none, nor do whole prompts."""
     standins.install(monkeypatch, variant)
-    engine = Engine(standins.backend(variant))
-    engine.kv_cache = None
-    with pytest.raises(ValueError, match="kv_cache: None found; a step whose requests have block tables needs"):
-        run_batch(engine, DECODES)
+    backend = standins.backend(variant)
+    impl, size = backend.impl("layers.0", scale=1.0), backend.config.block_size
+    batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+
+    def given(tokens):
+        heads = backend.config.num_heads, backend.config.num_kv_heads, backend.config.num_kv_heads
+        dtype = getattr(torch, backend.config.dtype)
+        return [torch.zeros(tokens, one, backend.config.head_size, dtype=dtype) for one in heads]
+
+    assert impl.forward(*given(0), None, builder.build()).shape[0] == 0
+    batch.add_request("a", [1, 2])
+    assert impl.forward(*given(3), None, builder.build({"a": 3})).shape[0] == 3
+    with pytest.raises(ValueError, match="kv_cache: None found; a step of requests that have context needs"):
+        impl.forward(*given(1), None, builder.build({"a": 1}))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attncore import AdoptedSteps, BackendConfig
 from attncore.builder import InputBatch, MetadataBuilder
@@ -120,3 +121,9 @@ def test_nor_of_a_layer():
         layer.set_scales(one, one)
         layer.set_sinks([1.0, 2.0])
     one.untyped_storage().resize_(64)  # the caller's own is the caller's
+
+
+def test_a_layer_is_made_where_tensors_have_no_memory():
+    backend = ReferenceBackend(BackendConfig(2, 1, 4, "float32", 4))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert len(backend.impl("layers.0", scale=1.0, sinks=[0.0, 1.0]).sinks) == 2

@@ -183,7 +183,8 @@ class FlashImpl(AttentionImpl):
                 caches = self._written(key, value, kv_cache, metadata.cross_slot_mapping)
             else:
                 caches = self._views_of_cache(kv_cache)
-            in_cache = caches is not None and (metadata.cross_block_table.shape[1] > 0 or not num_keys)
+            no_table = not metadata.cross_block_table.shape[1] and metadata.host.encoder_seq_lens.any()
+            in_cache = caches is not None and not no_table
             plan = StepPlan(cross_segments(metadata, cached=in_cache))
             if plan.packed:
                 check_tokens(num_keys, key=key, value=value)

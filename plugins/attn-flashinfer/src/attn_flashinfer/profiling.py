@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 
 def is_profiled(metadata: AttentionMetadata) -> bool:
-    """Whether it is a step that can run without a cache: it has tokens, and no request has a context."""
-    starts, lens = metadata.host.query_start_loc, metadata.host.seq_lens
-    return bool(starts[-1]) and len(lens) == len(starts) - 1 and bool((np.diff(starts) == lens).all())
+    """Whether it is a step that can run without a cache: it has tokens, and no request has a context, or none has a
+    page of it. (A rank that keeps no key of any request has no page either; its lengths are those of what it keeps.)
+    """
+    host = metadata.host
+    starts, lens = host.query_start_loc, host.seq_lens
+    if not starts[-1] or len(lens) != len(starts) - 1:
+        return False
+    counts, indptr = np.diff(starts), getattr(host, "paged_kv_indptr", None)
+    return bool((counts == lens if indptr is None or indptr[-1] else counts <= lens).all())
 
 
 def has_no_pages(metadata: AttentionMetadata) -> bool:

@@ -126,8 +126,10 @@ class RocmImpl(AttentionImpl):
         self._check_tokens(query, key, value, metadata)
         if kv_cache is not None:
             self.caches(kv_cache)
-        elif self.attn_type is AttentionType.DECODER and metadata.block_table.shape[1]:
-            raise ValueError("kv_cache: None found; a step whose requests have block tables needs the cache")
+        elif self.attn_type is AttentionType.DECODER and metadata.num_tokens and metadata.block_table.shape[1]:
+            contexts = getattr(metadata.host, "context_lens", None)
+            if contexts is None or contexts.any():
+                raise ValueError("kv_cache: None found; a step of requests that have context needs the cache")
         if output is None:
             return torch.empty_like(query, memory_format=torch.contiguous_format)
         if len(output) < len(query):
