@@ -39,8 +39,8 @@ class Refuses:
         raise TypeError(self.TEXT)
 
 
-WIDE = [np.broadcast_to(np.int32(1), (2,) * 30), torch.ones(1, dtype=torch.int32).expand((2,) * 30)]
-"""Some bytes, of which a library prints thousands of millions of numbers."""
+WIDE = [np.broadcast_to(np.int32(1), (2,) * 24), torch.ones(1, dtype=torch.int32).expand((2,) * 24)]
+"""Some bytes, of which a library prints millions of numbers."""
 VALUES = [MANY, NAME, Loud(), Refuses(), {NAME: 1}, {Loud(): MANY}, *WIDE, [WIDE[0]], 10**5000]
 
 
