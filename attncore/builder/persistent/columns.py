@@ -14,7 +14,7 @@ from attncore.array_arguments import check_readable
 from attncore.builder.device.memory import zeros
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import codes
-from attncore.quoted import MOST, plain_text, quoted
+from attncore.quoted import plain_text, quoted
 from attncore.show import angled, counted, guarded, short
 
 if TYPE_CHECKING:
@@ -208,8 +208,9 @@ class KeepsColumns:
 
     def _checked_column(self, given: Any, dtype: Any) -> tuple[str, np.dtype[Any]]:
         name = plain_text(given)
-        if name is None or not name.isidentifier() or len(name) > MOST:
+        if name is None or not name.isidentifier():
             raise ValueError(f"name: {quoted(given)} is not a name for a column")
+        arguments.name("name", name)
         if name in self._core.columns:
             raise ValueError(f"name: the batch has a column {name!r} already")
         found = arguments.dtype("dtype", dtype)  # kernels write numbers of this machine

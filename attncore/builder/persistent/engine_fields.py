@@ -14,7 +14,7 @@ from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.host_fields import HostFields
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.slices import own_array
-from attncore.quoted import MOST, plain_text, quoted
+from attncore.quoted import plain_text, quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -87,8 +87,9 @@ class EngineFields:
 
     def _checked_name(self, argument: str, given: Any) -> str:
         name = plain_text(given)
-        if name is None or not name.isidentifier() or name.startswith("_") or name in _TAKEN or len(name) > MOST:
+        if name is None or not name.isidentifier() or name.startswith("_") or name in _TAKEN:
             raise ValueError(f"{argument}: {quoted(given)} is not a free name for a field of metadata")
+        arguments.name(argument, name)
         if name in self._fills:
             raise ValueError(f"{argument}: {name!r} is registered already")
         return name

@@ -22,7 +22,7 @@ class KVCacheGroup(NamedTuple):
     """A group of layers whose caches are addressed by the same block table. InputBatch checks it."""
 
     name: str
-    """The group's name: the key in ``block_ids`` and in ``metadata.groups``."""
+    """The group's name, of 200 letters at most: the key in ``block_ids`` and in ``metadata.groups``."""
     block_size: int
     """Tokens of a manager block, as the engine's block manager allocates it."""
     kernel_block_size: int | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
+from attncore.testing.engines.blocks_first import tensors_of
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, MakeCache, as_bytes, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block, run_with_a_copied_block
@@ -68,8 +68,8 @@ def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: s
 
 
 def _holds_more_than_views(backend: AttentionBackend, kv_cache: Any) -> bool:
-    parts = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else kv_cache
-    held, shown = (sum(part.nbytes for part in some) for some in (parts, backend.kv_cache_views(kv_cache)))
+    parts = tensors_of(kv_cache), backend.kv_cache_views(kv_cache)
+    held, shown = (sum(part.nbytes for part in some) for some in parts)
     return bool(held > shown)
 
 

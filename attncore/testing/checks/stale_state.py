@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from torch import Tensor
 
+from attncore.testing.engines.blocks_first import tensors_of
 from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import differs
@@ -89,14 +87,20 @@ def test_steps_of_a_builder_that_uses_its_metadata_again(attncore_subject: Subje
         engine.step({"new": 1, 1: 2})
 
 
-@covers("state")
-def test_a_layer_that_is_given_another_cache(attncore_subject: Subject) -> None:
-    """The cache is an argument of each call: an engine that moves it to other memory hands over the new one."""
-    engine = Engine(attncore_subject.backend())
+def _under_way(subject: Subject) -> tuple[Engine, dict[str, int]]:
+    """An engine whose request has run a step behind a block, and the step that it runs next."""
+    engine = Engine(subject.backend())
     engine.add("a", engine.block_size + 8)
     engine.fill({"a": engine.block_size + 1})
     tokens = {"a": 1 if "decode" in engine.phases else 2}
     engine.step(tokens)
+    return engine, tokens
+
+
+@covers("state")
+def test_a_layer_that_is_given_another_cache(attncore_subject: Subject) -> None:
+    """The cache is an argument of each call: an engine that moves it to other memory hands over the new one."""
+    engine, tokens = _under_way(attncore_subject)
     old, held = engine.cache_view, engine.kv_cache  # which stays alive: its memory is not taken for the new one
     engine.kv_cache = engine.backend.allocate_kv_cache(engine.num_blocks)
     engine.cache_view = CacheView(engine.backend, engine.kv_cache, engine.num_blocks)
@@ -110,13 +114,9 @@ def test_a_layer_that_is_given_another_cache(attncore_subject: Subject) -> None:
 @covers("state")
 def test_a_cache_that_is_given_other_memory(attncore_subject: Subject) -> None:
     """The same tensors, whose memory the engine has exchanged: views that a layer has kept of them show the old one."""
-    engine = Engine(attncore_subject.backend())
-    engine.add("a", engine.block_size + 8)
-    engine.fill({"a": engine.block_size + 1})
-    tokens = {"a": 1 if "decode" in engine.phases else 2}
-    engine.step(tokens)
+    engine, tokens = _under_way(attncore_subject)
     old, moved = engine.cache_view, engine.backend.allocate_kv_cache(engine.num_blocks)  # the view keeps the old memory
-    for part, new in zip(_parts(engine.kv_cache), _parts(moved), strict=True):
+    for part, new in zip(tensors_of(engine.kv_cache), tensors_of(moved), strict=True):
         part.data = new.copy_(part)
     engine.cache_view = CacheView(engine.backend, engine.kv_cache, engine.num_blocks, old.owners)
     old.fill(np.ones_like(engine.written), engine.junk)
@@ -140,8 +140,3 @@ def test_two_instances_side_by_side(attncore_subject: Subject) -> None:
     for scheduled in ({"a": tokens}, {"a": tokens, "b": tokens}, {"b": tokens}):
         for engine in engines:
             engine.step(scheduled)
-
-
-def _parts(kv_cache: Any) -> tuple[Tensor, ...]:
-    """A cache's tensors."""
-    return (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)

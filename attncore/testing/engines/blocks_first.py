@@ -24,6 +24,11 @@ def block_views(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> li
     return [_blocks_first(tensor, 0, num_blocks) for tensor in kv_cache]
 
 
+def tensors_of(kv_cache: Any) -> tuple[Tensor, ...]:
+    """The tensors of a cache as it is: one, or those of a tuple."""
+    return (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
+
+
 _WRONG = "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks"
 
 

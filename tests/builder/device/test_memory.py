@@ -82,7 +82,7 @@ def test_memory_lives_as_long_as_an_array_over_it(kernels):
     assert len(others) == 4
 
 
-def test_no_tensor_that_a_caller_can_reach_has_memory_that_torch_resizes(batch):
+def test_tensors_of_steps_keep_their_memory_s_size(batch):
     """A build would write beyond it."""
     backend = ReferenceBackend(BackendConfig(2, 1, 4, "float32", 4))
     rejected = torch.zeros(4, dtype=torch.int32)
@@ -99,7 +99,7 @@ def test_no_tensor_that_a_caller_can_reach_has_memory_that_torch_resizes(batch):
     assert builder.build(overlapped=True).seq_lens.tolist() == [9]
 
 
-def test_nor_of_adopted_steps():
+def test_tensors_of_adopted_steps_keep_theirs():
     backend = ReferenceBackend(BackendConfig(2, 1, 4, "float32", 4))
     steps = AdoptedSteps(backend, max_num_reqs=4, max_num_tokens=16, max_model_len=64, num_blocks=16)
     own = {"query_start_loc": [0, 1, 3], "seq_lens": [5, 7], "block_table": [[1, 2], [3, 4]]}
@@ -110,7 +110,7 @@ def test_nor_of_adopted_steps():
             getattr(step, name).untyped_storage().resize_(4)
 
 
-def test_nor_of_a_layer():
+def test_tensors_of_a_layer_keep_theirs():
     config = BackendConfig(2, 1, 4, "float32", 4, kv_cache_dtype="fp8_e4m3")
     one = torch.ones(1)
     for sinks in ([0.0, 1.0], torch.zeros(2)):

@@ -108,9 +108,7 @@ def decoder_segments(
     num_reqs, num_tokens, num_prefills = metadata.num_reqs, metadata.num_tokens, metadata.num_prefills
     if not metadata.block_table.shape[1]:
         longest = metadata.max_query_len
-        return (
-            rows.segment("packed", 0, num_reqs, 0, num_tokens, max_query_len=longest, max_seq_len=longest),
-        )  # fmt: skip
+        return (rows.segment("packed", 0, num_reqs, 0, num_tokens, max_query_len=longest, max_seq_len=longest),)
     if not num_prefills:
         return (_decodes(metadata, rows, 0, num_reqs, 0, num_tokens, metadata.max_seq_len),)
     num_decodes, num_decode_tokens = num_reqs - num_prefills, num_tokens - metadata.num_prefill_tokens
