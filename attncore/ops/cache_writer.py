@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,6 +91,24 @@ class CacheWriter:
                     cache.view(torch.uint8)[block, offset] = numbers.view(torch.uint8)
                 else:
                     cache[block, offset] = numbers
+
+    def into(self, key_cache: Tensor, value_cache: Tensor) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """``call(key, value, slot_mapping)``, which writes into the same caches time and again.
+
+        It raises what a call of the writer raises. On a GPU it takes the host half as long: of the caches it asks no
+        more than where they are. They are taken as they are now, so a layer whose cache is another tensor, or has other
+        memory, makes another one.
+
+        TypeError for caches that are no tensors.
+        """
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if not isinstance(cache, Tensor):
+                raise TypeError(f"{name}: {type(cache).__name__} found; give a torch tensor")
+        if not key_cache.is_cuda:
+            return lambda key, value, slot_mapping: self(key, value, key_cache, value_cache, slot_mapping)
+        from attncore.ops.cache_writer_triton import StoreInto
+
+        return StoreInto(self, key_cache, value_cache, self._launches)
 
     def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         check_tensors(key, value, key_cache, value_cache, slot_mapping)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attncore.kernels.prepared_launch import prepared_launch
 from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
+
+if TYPE_CHECKING:
+    from attncore.ops.cache_writer import CacheWriter
 
 
 @triton.jit
@@ -71,18 +75,9 @@ def store(
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
         return
-    # All on which Triton specialises, and that check_addresses reads: dtypes, strides, devices, whether addresses are
-    # multiples of 16, and how far the caches lie apart. Only what may be cut off from its memory is not asked again.
     try:
         at = key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr()
-        key_at, value_at, cache_at, value_cache_at, slots_at = at
-        kind = (
-            key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(),
-            key_cache.stride(), value_cache.stride(), cache_at & 15, value_cache_at - cache_at, key_at & 15,
-            value_at & 15, key_at == value_at, slots_at & 15, key_cache.shape, value_cache.shape,
-            value_cache.dtype, slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device,
-            slot_mapping.device,
-        )  # fmt: skip
+        kind = _kind_of(key, value, key_cache, value_cache, slot_mapping, at)
     except RuntimeError:  # a sparse tensor has none of these
         check_tensors(key, value, key_cache, value_cache, slot_mapping)
         raise
@@ -99,8 +94,8 @@ def store(
     others = (
         k_scale, v_scale, key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
         *value_cache.stride()[:3], num_blocks * block_size, block_size, largest, heads, size, size_v,
-        triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v), _kind(k_scale),
-        _kind(v_scale),
+        triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v), _scales(k_scale),
+        _scales(v_scale),
     )  # fmt: skip
     compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing
@@ -108,5 +103,67 @@ def store(
         launches[kind] = prepared_launch(compiled, slot_mapping.get_device(), *at, *others), others
 
 
-def _kind(scale: Any) -> int:
+class StoreInto:
+    """``store`` into the same caches, call after call: of what is known of them no more than their addresses is asked.
+
+    ``writer``, a CacheWriter whose ``launches`` are given, checks and stores the first tokens of every kind. The caches
+    are taken as they are now.
+    """
+
+    def __init__(self, writer: CacheWriter, key_cache: Tensor, value_cache: Tensor, launches: dict[Any, Any]) -> None:
+        # Tensors of our own: a caller's may be given another shape in place.
+        self._writer, self._caches, self._of_writer = writer, (key_cache.detach(), value_cache.detach()), launches
+        self._launches: dict[Any, Any] = {}
+
+    def __call__(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        keys, values = self._caches
+        kind: Any = None
+        if type(key) is Tensor and type(value) is Tensor and type(slot_mapping) is Tensor:
+            try:
+                (num_slots,), (num_tokens, heads, size) = slot_mapping.shape, key.shape
+                key_at, cache_at, value_cache_at = key.data_ptr(), keys.data_ptr(), values.data_ptr()
+                slots_at = slot_mapping.data_ptr()
+                kind = (
+                    heads, size, key.dtype, key.stride(), key.device, key_at & 15, slot_mapping.dtype,
+                    slot_mapping.stride(), slot_mapping.device, slots_at & 15, cache_at, value_cache_at,
+                )  # fmt: skip
+                value_at, num_values = key_at, num_tokens
+                if value is not key:
+                    num_values, heads, size = value.shape
+                    value_at = value.data_ptr()
+                    kind += heads, size, value.dtype, value.stride(), value.device, value_at & 15, key_at == value_at
+            except (ValueError, RuntimeError):  # another number of dimensions, or a sparse tensor: the writer says so
+                kind = None
+        known = self._launches.get(kind)
+        if known is not None and num_tokens >= num_slots <= num_values:
+            if num_slots:
+                launch, others = known
+                launch(num_slots, 1, key_at, value_at, cache_at, value_cache_at, slots_at, *others)
+            return
+        self._writer(key, value, keys, values, slot_mapping)
+        if kind is not None and num_slots:
+            at = key_at, value_at, cache_at, value_cache_at, slots_at
+            known = self._of_writer.get(_kind_of(key, value, keys, values, slot_mapping, at))
+            if known is not None:
+                self._launches[kind] = known
+
+
+def _kind_of(
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, at: tuple[int, int, int, int, int]
+) -> tuple[Any, ...]:
+    """All on which Triton specialises, and that check_addresses reads: types, dtypes, strides, devices, whether the
+    addresses ``at`` are multiples of 16, and how far the caches lie apart. Only what may be cut off from its memory is
+    not asked again.
+    """
+    key_at, value_at, cache_at, value_cache_at, slots_at = at
+    return (
+        key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(),
+        key_cache.stride(), value_cache.stride(), cache_at & 15, value_cache_at - cache_at, key_at & 15,
+        value_at & 15, key_at == value_at, slots_at & 15, key_cache.shape, value_cache.shape,
+        value_cache.dtype, slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device,
+        slot_mapping.device, type(key), type(value), type(slot_mapping), type(key_cache), type(value_cache),
+    )  # fmt: skip
+
+
+def _scales(scale: Any) -> int:
     return 0 if isinstance(scale, float) else 1 if scale.numel() == 1 else 2

@@ -10,6 +10,7 @@ import torch
 from attncore.builder.device import triton_kernels
 from attncore.kernels import prepared_launch as module
 from attncore.ops import cache_writer_triton
+from attncore.ops.cache_writer import CacheWriter
 
 TRIAL = (1000, 0, 4)
 
@@ -150,3 +151,132 @@ def test_tokens_are_stored_with_the_arguments_of_the_kernel(monkeypatch):
     given = store(7, kept)
     assert launches == [((7,), 1, *addresses(given[:5]), *trial[5:])]
     assert len(kernel.launches) == 1
+
+
+class Stored:
+    """A writer into caches on the CPU whose kernel is replaced: what was launched anew, and what was launched again."""
+
+    def __init__(self, monkeypatch, latent=False):
+        self.kernel, self.again = Kernel(), []
+        monkeypatch.setattr(cache_writer_triton, "store_both", self.kernel)
+        monkeypatch.setattr(
+            cache_writer_triton,
+            "prepared_launch",
+            lambda compiled, device, *trial: lambda rows, blocks, *given: self.again.append((rows, blocks, *given)),
+        )
+        writer = CacheWriter()
+
+        def store(key, value, keys, values, slots):  # as the writer on a GPU
+            writer._check(key, value, keys, values, slots)
+            cache_writer_triton.store(key, value, keys, values, slots, 1.0, 1.0, 0.0, writer._launches)
+
+        self.caches = [torch.zeros(3, 4, 2, 8)] * 2 if latent else [*torch.zeros(2, 3, 4, 2, 8)]
+        self.into = cache_writer_triton.StoreInto(store, *self.caches, writer._launches)
+
+    def __call__(self, key, value, slots):
+        """Whether the call found how to launch, and what it launched then."""
+        before, first = len(self.again), len(self.kernel.launches)
+        self.into(key, value, slots)
+        assert (len(self.again) - before) + (len(self.kernel.launches) - first) <= 1
+        return self.again[-1] if len(self.again) > before and len(self.kernel.launches) == first else None
+
+
+def new_tokens(count, heads=2, size=8, dtype=torch.float32):
+    return [torch.zeros(count, heads, size, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_tokens_of_a_known_kind_are_stored_into_the_same_caches(monkeypatch, latent):
+    """Of any number, by their own addresses."""
+    stored = Stored(monkeypatch, latent)
+    for count in (4, 7, 1):
+        key, value = new_tokens(count + 1)
+        value, slots = key if latent else value, torch.arange(count)
+        launched = stored(key, value, slots)
+        first = stored.kernel.launches[0]
+        if count == 4:
+            assert launched is None
+        else:
+            assert launched == (count, 1, *addresses([key, value, *stored.caches, slots]), *first[6:])
+    assert len(stored.kernel.launches) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key, value, slots: (torch.zeros(65)[1:].view(4, 2, 8), value, slots),  # another address modulo 16
+        lambda key, value, slots: (key.bfloat16(), value, slots),
+        lambda key, value, slots: (key, value.bfloat16(), slots),
+        lambda key, value, slots: (torch.zeros(4, 3, 9)[:, :2, 1:], value, slots),  # other strides
+        lambda key, value, slots: (key, torch.zeros(4, 3, 8)[:, :2], slots),
+        lambda key, value, slots: (key, key, slots),
+        lambda key, value, slots: (torch.nn.Parameter(key), value, slots),
+    ],
+)
+def test_tokens_of_another_kind_are_looked_at(monkeypatch, change):
+    stored = Stored(monkeypatch)
+    given = *new_tokens(4), torch.arange(4)
+    stored(*given)
+    assert stored(*given) is not None
+    assert stored(*change(*given)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        (lambda key, value, slots: (key[:3], value, slots), ValueError, "^key: 3 tokens"),
+        (lambda key, value, slots: (key, value[:3], slots), ValueError, "^value: 3 tokens"),
+        (lambda key, value, slots: (torch.zeros(4, 1, 8), value, slots), ValueError, "^key: shape"),
+        (lambda key, value, slots: (key, torch.zeros(4, 2, 7), slots), ValueError, "^value: shape"),
+        (lambda key, value, slots: (key[0], value, slots), ValueError, "^key: shape"),
+        (lambda key, value, slots: (key, value, torch.arange(8)[::2]), ValueError, "^slot_mapping: stride 2"),
+        (lambda key, value, slots: (key, value, slots.int()), ValueError, "^slot_mapping: torch.int32"),
+        (lambda key, value, slots: (key, value, slots.view(2, 2)), ValueError, "^slot_mapping: torch.int64"),
+        (lambda key, value, slots: (key.to_sparse(), value, slots), ValueError, "^key: "),
+        (lambda key, value, slots: (None, value, slots), TypeError, "^key: NoneType"),
+        (lambda key, value, slots: (Liar(key), value, slots), TypeError, "^key: Liar"),
+    ],
+)
+def test_what_a_kernel_would_read_outside_of_is_refused_among_known_kinds(monkeypatch, change, error, named):
+    stored = Stored(monkeypatch)
+    given = *new_tokens(4), torch.arange(4)
+    stored(*given)
+    stored(*given)
+    with pytest.raises(error, match=named):
+        stored(*change(*given))
+    assert len(stored.again) == 1
+
+
+class Liar:
+    """No tensor, but an object that has what is asked of one, with an address of its own."""
+
+    def __init__(self, tensor):
+        self.shape, self.dtype, self.device, self.stride = tensor.shape, tensor.dtype, tensor.device, tensor.stride
+        self.dim, self.is_cuda = tensor.dim, True
+
+    def __len__(self):
+        return self.shape[0]
+
+    def data_ptr(self):
+        return 4096
+
+
+def test_a_liar_among_known_kinds_is_no_tensor(monkeypatch):
+    """By the writer's own call, too."""
+    monkeypatch.setattr(cache_writer_triton, "store_both", Kernel())
+    monkeypatch.setattr(cache_writer_triton, "prepared_launch", lambda *_: pytest.fail)
+    given, kept = (*new_tokens(4), *torch.zeros(2, 3, 4, 2, 8), torch.arange(4)), {}
+    cache_writer_triton.store(*given, 1.0, 1.0, 0.0, kept)
+    assert kept
+    with pytest.raises(TypeError, match=r"^key: Liar"):
+        cache_writer_triton.store(Liar(given[0]), *given[1:], 1.0, 1.0, 0.0, kept)
+
+
+def test_caches_that_have_other_memory_are_looked_at(monkeypatch):
+    stored = Stored(monkeypatch)
+    given = *new_tokens(4), torch.arange(4)
+    stored(*given)
+    stored.into._caches[0].set_(torch.zeros(3, 4, 2, 8))
+    assert stored(*given) is None
+    stored.caches[1].resize_(1)  # the caller's own tensor: its shape is not ours
+    assert stored(*given) is not None

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _ONCE_A_STEP = frozenset(("_indices", "_span_ends", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
 
+_NONE_YET: tuple[None, None] = None, None
+"""In the place of a step's number and what is kept for that step."""
+
 
 def _count(name: str) -> Any:
     return property(lambda self: getattr(self._arena, name))
@@ -53,6 +56,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     """The step as the layers of each group of states see it, by the group's name; empty without such groups."""
     group: str
     """The KV-cache group whose slots and table these are."""
+    _kept: tuple[int | None, Any] = _NONE_YET
 
     def __init__(
         self, arena: Any, group: str, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, wrap: Wrap,
@@ -181,9 +185,16 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     def _cached(self, key: str, make: Any) -> Any:
         return self.once_a_step(key, make)
 
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """See the base class. Every layer reads it, so it makes no call from the second time on."""
+        step, kept = self._kept
+        found: dict[Any, Any] = kept if step == self._arena.step else self.once_a_step("_kept", dict)
+        return found
+
     def once_a_step(self, key: str, make: Callable[[], Any]) -> Any:
         """The result of ``make``, called once for this step and kept under ``key`` until the next one."""
-        step, value = self.__dict__.get(key, (None, None))
+        step, value = self.__dict__.get(key, _NONE_YET)
         if step != self._arena.step:
             value = make()
             self.__dict__[key] = self._arena.step, value

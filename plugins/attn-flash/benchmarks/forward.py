@@ -3,6 +3,7 @@
     python forward.py [--generation 2|3|4] [--latent HEADS] [--block-size N] [--save FILE.json]
 
 Both are timed in one run, turn by turn: host time of a call, device time by a captured graph of ten calls. Medians.
+``bare`` writes to the cache as a layer does (``CacheWriter.into``), ``bare, any cache`` by the writer's own call.
 ``--latent``: over latent caches (MLA), so many query heads. There the library takes the queries in two parts: ``bare``
 makes them of the one tensor that a layer is given, for ``bare, parts given`` they are made before.
 """
@@ -14,9 +15,11 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -87,16 +90,18 @@ class Case:
         self.output = self.tensors[0].new_empty(
             (*self.tensors[0].shape[:2], backend.config.head_size_v or backend.config.head_size)
         )
-        self.bare = self._bare(backend, together=False)
-        self.calls = {"bare": self.bare, "forward": self.forward, "into output": self.into}
+        forward = partial(self.impl.forward, *self.tensors, self.cache, self.metadata)
+        self.calls: dict[str, Callable[[], Any]] = {"forward": forward, "into output": partial(forward, self.output)}
         if backend.config.use_mla:
-            self.calls["bare, parts given"], self.bare = self.bare, self._bare_latent(backend)
-            self.calls["bare"] = self.bare
+            self.bare = self._bare_latent(backend, any_cache=False)
+            self.calls["bare, any cache"] = self._bare_latent(backend, any_cache=True)
+            self.calls["bare, parts given"] = self._bare(backend, together=False)
+        else:
+            self.bare = self._bare(backend, together=False)
+            self.calls["bare, any cache"] = self._bare(backend, together=False, any_cache=True)
+        self.calls["bare"] = self.bare
         if self.metadata.num_prefills and self.metadata.num_decode_tokens and backend.generation == "2":
             self.calls["one bare call"] = self._bare(backend, together=True)
-
-    def forward(self) -> Any:
-        return self.impl.forward(*self.tensors, self.cache, self.metadata)
 
     def first_visits(self, rounds: int = 120) -> dict[str, float]:
         """Host microseconds of a step's first layer and of its second, each of which meets the step for the first time,
@@ -117,10 +122,7 @@ class Case:
                 torch.cuda.synchronize()
         return {name: round(statistics.median(times[5:]), 2) for name, times in found.items()}
 
-    def into(self) -> Any:
-        return self.impl.forward(*self.tensors, self.cache, self.metadata, self.output)
-
-    def _bare(self, backend: Any, *, together: bool) -> Callable[[], Any]:
+    def _bare(self, backend: Any, *, together: bool, any_cache: bool = False) -> Callable[[], Any]:
         """The library's calls for such a step and the cache write, on tensors made before. A step of decodes and
         prefills is two calls of generation 2, as in ``forward``, and the copy that makes them one output; ``together``:
         the one call that it could be.
@@ -128,7 +130,7 @@ class Case:
         metadata, (_, key, value) = self.metadata, self.tensors
         if value is None:
             value = key[..., : backend.config.head_size_v]
-        caches, writer, slots = backend.kv_cache_views(self.cache), CacheWriter(), metadata.slot_mapping
+        slots, write = metadata.slot_mapping, self._write(*backend.kv_cache_views(self.cache), any_cache=any_cache)
         decodes, rows = metadata.num_reqs - metadata.num_prefills, metadata.num_reqs
         if backend.generation != "2" or together or decodes in (0, rows):
             calls = [self._rows(backend, 0, rows, metadata.num_prefills == 0)]
@@ -136,13 +138,13 @@ class Case:
             calls = [self._rows(backend, 0, decodes, True), self._rows(backend, decodes, rows, False)]
 
         def call() -> Any:
-            writer(key, value, *caches, slots)
+            write(key, value, slots)
             for kernel, args, fixed in calls:
                 found = kernel(*args, **fixed)
             return found
 
         def both() -> Any:
-            writer(key, value, *caches, slots)
+            write(key, value, slots)
             (decode, args, fixed), (prefill, others, more) = calls
             found = prefill(*others, **more)
             found[:decodes] = decode(*args, **fixed).squeeze(1)
@@ -153,16 +155,48 @@ class Case:
 
         return call
 
-    def _bare_latent(self, backend: Any) -> Callable[[], Any]:
+    def layers(self, backend: Any, count: int = 32, rounds: int = 60) -> dict[str, float]:
+        """Host microseconds of a layer, of an eager step of so many, each step a new one; and of as many bare calls."""
+        impls = [backend.impl(f"host.{index}", scale=SCALE) for index in range(count)]
+        found: dict[str, list[float]] = {"bare": [], "forward": []}
+        for _ in range(rounds):
+            self.batch.rollback_many(self.scheduled)
+            metadata = self.builder.build(self.scheduled)
+            given = *self.tensors, self.cache, metadata
+            torch.cuda.synchronize()
+            start = perf_counter()
+            for impl in impls:
+                impl.forward(*given)
+            middle = perf_counter()
+            torch.cuda.synchronize()
+            again = perf_counter()
+            for _ in impls:
+                self.bare()
+            found["bare"].append(1e6 * (perf_counter() - again) / count)
+            found["forward"].append(1e6 * (middle - start) / count)
+        self.metadata = metadata
+        return {name: round(statistics.median(times[5:]), 2) for name, times in found.items()}
+
+    def _write(self, keys: Any, values: Any, *, any_cache: bool) -> Callable[[Any, Any, Any], None]:
+        """The cache write, as a layer does it or by a call that may be given any caches."""
+        writer = CacheWriter()
+        return (
+            (lambda key, value, slots: writer(key, value, keys, values, slots))
+            if any_cache
+            else writer.into(keys, values)
+        )
+
+    def _bare_latent(self, backend: Any, *, any_cache: bool) -> Callable[[], Any]:
         """The one call over latent rows and the cache write, the parts of the queries made by it."""
         metadata, (query, key, _) = self.metadata, self.tensors
         kernel, args, _ = self._rows(backend, 0, metadata.num_reqs, metadata.num_prefills == 0)
-        writer, rows, slots = CacheWriter(), backend.kv_cache_views(self.cache)[0], metadata.slot_mapping
+        rows, slots = backend.kv_cache_views(self.cache)[0], metadata.slot_mapping
+        write = self._write(rows, rows, any_cache=any_cache)
         sizes = backend.config.head_size_v, backend.config.head_size - backend.config.head_size_v
         between, behind = args[1:5], args[6:]
 
         def call() -> Any:
-            writer(key, key, rows, rows, slots)
+            write(key, key, slots)
             content, rotated = query.split_with_sizes(sizes, 2)
             return kernel(rotated, *between, content, *behind)
 
@@ -237,15 +271,15 @@ def layers(case: Case, backend: Any, count: int = 32) -> dict[str, float]:
 
 
 def host_times(calls: dict[str, Callable[[], Any]], turns: int = 40, each: int = 15) -> tuple[dict[str, float], float]:
-    """Median microseconds of a call on the host, the calls in turn; and of how much longer ``forward`` takes than the
-    ``bare`` call beside it.
+    """Median microseconds of a call on the host; and of how much longer ``forward`` takes than the ``bare`` call beside
+    it. The order changes from turn to turn: a call that follows another of the same kind finds its caches warm.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+    order, shuffled = list(calls), random.Random(0)
     for turn in range(turns):
         torch.cuda.synchronize()
-        order.append(order.pop(0))
         for index in range(each):
+            shuffled.shuffle(order)
             for name in order:
                 call = calls[name]
                 start = perf_counter()
@@ -374,7 +408,7 @@ def main() -> None:
     with torch.inference_mode():
         for kind in KINDS:
             case = Case(backend, kind)
-            ours, bare = case.forward(), case.calls.get("one bare call", case.bare)()
+            ours, bare = case.calls["forward"](), case.calls.get("one bare call", case.bare)()
             bare = bare[0] if isinstance(bare, tuple | list) else bare
             error = (ours.float() - bare.float().view_as(ours)).abs().max().item()
             (host, added), device = host_times(case.calls), device_times(case.calls)
@@ -385,6 +419,7 @@ def main() -> None:
                 "ratio": round(device["forward"] / device["bare"], 4),
                 "largest_difference": error,
                 "layers_32_ms": layers(case, backend),
+                "layers_32_host_us": case.layers(backend),
                 "first_visit_us": case.first_visits(),
             }
             print(kind, json.dumps(found["forward"][kind]), flush=True)

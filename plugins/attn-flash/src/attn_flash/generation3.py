@@ -7,8 +7,9 @@ gives where rows start, also those of rows of one length: vLLM's build has no ot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,13 @@ from attn_flash.segments import Segment
 FP8 = torch.float8_e4m3fn
 MOST_ROWS = 1 << 14
 """Of a step whose starts are counted ahead."""
+OUTPUT, OUTPUT_AND_LSE = 0, slice(2)
+"""Of what the operator returns."""
 LARGEST = 448.0
 """Beyond it a query is cut off: a conversion of torch's would make it NaN."""
+_KINDS: dict[Any, int] = {}
+"""The kinds of layers of this process by what their schedules follow from, a number each, of _NUMBERS."""
+_NUMBERS = count()
 
 
 class Library(NamedTuple):
@@ -62,7 +68,7 @@ class StepArguments:
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.given = given
-        self._schedules: dict[Any, Tensor | None] = {}
+        self._schedules: dict[int, Tensor | None] = {}
         self._layers: set[int] = set()
 
     def renew(self) -> None:
@@ -70,18 +76,18 @@ class StepArguments:
         self._schedules.clear()
         self._layers.clear()
 
-    def schedule(self, layer: int, kind: Any, made: Callable[[], Tensor]) -> Tensor | None:
-        """The schedule of layers of a kind, for one of them."""
-        if layer in self._layers:
+    def schedule(self, layer: int, kind: int, make: Callable[[Tensor], Tensor], query: Tensor) -> Tensor | None:
+        """The schedule of layers of a kind, for one of them: what ``make`` gives for its ``query``."""
+        layers, schedules = self._layers, self._schedules
+        if layer in layers:
             self.renew()
-        self._layers.add(layer)
-        schedules = self._schedules
+        layers.add(layer)
         if kind not in schedules:
             schedules[kind] = None
             return None
         found = schedules[kind]
         if found is None:
-            found = schedules[kind] = made()
+            found = schedules[kind] = make(query)
         return found
 
 
@@ -143,49 +149,54 @@ class Layer:
 
     def bound(self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None) -> Call:
         """The call of a segment. For ``decode`` it takes and gives the segment's tokens alone."""
-        call = self._call(segment, arguments, caches)
-        return lambda query, key, value: call(query, key, value)[0]
+        return self._call(segment, arguments, caches)
 
     def with_lse(
         self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp (tokens, heads) of a segment."""
-        output, lse = self._call(segment, self.arguments(segment, True), caches)(*tensors)[:2]
+        output, lse = self._call(segment, self.arguments(segment, True), caches, OUTPUT_AND_LSE)(*tensors)
         return output, lse.transpose(0, 1)
 
     def _call(
-        self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
+        self,
+        segment: Segment,
+        arguments: StepArguments,
+        caches: tuple[Tensor, Tensor] | None,
+        wanted: int | slice = OUTPUT,
     ) -> Callable[[Tensor, Any, Any], Any]:
+        """``bound``, of which ``wanted`` is given: all in one function, for each takes the host time."""
         forward, given, fixed, last = self._library.forward, arguments.given, self._fixed, self._last
         if segment.entry == "packed":
             rest = (None, None, None, None, *given, None, None, None, *fixed, None, *last)
-            return lambda query, key, value: forward(query, key, value, *rest)
+            return lambda query, key, value: forward(query, key, value, *rest)[wanted]
         keys, values = given_caches(caches)
         rows, fp8 = segment.last - segment.first, keys.dtype == FP8
         scales: Sequence[Tensor | None] = (None, None, None)
         if fp8 and self._descales is not None:
             scales = [one.expand(rows, -1) for one in self._descales]
         rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
-        schedule = self._scheduler(segment, (keys, values), arguments, last)
+        schedule, mine, kind = arguments.schedule, id(self), self._kind(keys.dtype)
+        make = self._scheduler(segment, (keys, values), arguments, last)
 
         def call(query: Tensor, key: Any, value: Any) -> Any:
-            written = schedule(query)
+            written = None if make is None else schedule(mine, kind, make, query)
             if fp8:
                 query = query.clamp(-LARGEST, LARGEST).to(FP8)
-            return forward(query, *rest, written, *last)
+            return forward(query, *rest, written, *last)[wanted]
 
         return call
 
     def _scheduler(
         self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments, last: tuple[Any, ...]
-    ) -> Callable[[Tensor], Tensor | None]:
-        """What gives the schedule of a call over ``caches``, of a query: None where the call is to write its own.
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What makes the schedule of a call over ``caches``, of a query; None where the call is to write its own.
         ``last`` are the call's own last arguments, the first of which bounds the parts of a row.
         """
         keys, values = caches
-        operator, mine, kind = self._library.schedule, id(self), (self._window, self._capped, keys.dtype)
+        operator = self._library.schedule
         if operator is None or segment.entry != "decode":
-            return lambda query: None
+            return None
         starts, lengths, longest_query, longest = arguments.given[0], *arguments.given[4:7]
         # The sizes are those of the call, which makes room for as many splits as it counts from them.
         rest = (
@@ -193,8 +204,12 @@ class Layer:
             *last[:3],
         )  # fmt: skip
 
-        def written(query: Tensor) -> Tensor:
+        def make(query: Tensor) -> Tensor:
             (heads, size), (kv_heads, size_v) = query.shape[1:], values.shape[2:]
             return operator(len(lengths), longest_query, longest, heads, kv_heads, size, size_v, *rest)
 
-        return lambda query: arguments.schedule(mine, kind, partial(written, query))
+        return make
+
+    def _kind(self, cache_dtype: torch.dtype) -> int:
+        """The number of the kind of layers that may share a schedule: a layer looks it up in each step."""
+        return _KINDS.setdefault((self._window, self._capped, cache_dtype), next(_NUMBERS))

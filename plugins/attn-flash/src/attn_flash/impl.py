@@ -27,6 +27,9 @@ OutputAndLse = tuple[Tensor, Tensor | None]
 class FlashImpl(AttentionImpl):
     """One layer's attention. It keeps views of the last cache that it was given."""
 
+    values_in_keys = False
+    """Whether the values are a part of the keys: ``value`` is not read."""
+
     def __init__(self, backend: FlashBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
         backend.check_layer(
@@ -49,16 +52,16 @@ class FlashImpl(AttentionImpl):
             shape = 3, backend.config.num_kv_heads
             self._descales = torch.ones(shape, dtype=torch.float32, device=backend.config.device)
             self._fixed["descales"] = self._descales
-        self._flash, self._views_of = backend, backend.kv_cache_views
+        self._flash = backend
         self._size_v = backend.config.head_size_v or backend.config.head_size
         self._layer: Layer = backend.layer(**self._fixed)
         self._prefix_layer: Layer | None = None
-        self._write: Callable[[Any, Any, Tensor, Tensor, Tensor], None]
-        self.scales_changed()
         self._cache: Any = None
         self._views: Caches = None
-        self._parts: tuple[Tensor, ...] = ()
-        self._places: list[int] = []
+        self._write: Callable[[Any, Any, Tensor], None]
+        self.scales_changed()
+        self._find_place: Callable[[], Any] = _nowhere
+        self._place: Any = None
         self._plans: DecoderPlans | None = None  # cross and encoder layers, which share steps with decoder layers
         self._reading_plans: DecoderPlans | None = None
         if self.attn_type is AttentionType.DECODER:
@@ -87,20 +90,22 @@ class FlashImpl(AttentionImpl):
             raise
         if (
             plan is None or kv_cache is not self._cache or query.shape[0] != plan.num_tokens
-            or [part.data_ptr() for part in self._parts] != self._places
+            or self._find_place() != self._place
         ):  # fmt: skip
             return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False, write=write)[0]
         calls = self._calls.get(plan) or self._bound(plan)
         if not write:
             self._check_given(plan, key, value)
         elif self._views is not None:
-            self._write(key, value, *self._views, metadata.slot_mapping)
-        found = plan.attend(calls, query, key, value)
+            self._write(key, key if self.values_in_keys else value, metadata.slot_mapping)
+        found = calls[0](query, key, value) if plan.single else plan.attend(calls, query, key, value)
         return found if output is None else output.copy_(found)
 
     def scales_changed(self) -> None:
         """See the base class. What the calls read is written to in place, where captured graphs find it."""
-        self._write = CacheWriter(self.k_scale, self.v_scale)
+        self._writer = CacheWriter() if self.values_in_keys else CacheWriter(self.k_scale, self.v_scale)
+        if self._views is not None:
+            self._write = self._writer.into(*self._views)
         if self._descales is not None:
             for held, scale in zip(self._descales[1:], (self.k_scale, self.v_scale), strict=True):
                 held.copy_(scale) if isinstance(scale, Tensor) else held.fill_(scale)
@@ -134,7 +139,7 @@ class FlashImpl(AttentionImpl):
         write = self.check_write(write)
         caches = self._views_of_cache(kv_cache)
         if write:
-            self._write(key, value, *caches, metadata.slot_mapping)
+            self._write(key, key if self.values_in_keys else value, metadata.slot_mapping)
         if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
             self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
         chosen = query.index_select(0, cascade.token_indices)
@@ -251,7 +256,7 @@ class FlashImpl(AttentionImpl):
             return None
         caches = self._views_of_cache(kv_cache)
         if len(slots):
-            self._write(key, value, *caches, slots)
+            self._write(key, key if self.values_in_keys else value, slots)
         return caches
 
     def _check_given(self, plan: StepPlan, key: Tensor | None, value: Tensor | None) -> None:
@@ -264,17 +269,31 @@ class FlashImpl(AttentionImpl):
         check_tokens(num_tokens, key=key, value=value)
 
     def _views_of_cache(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
-        if (
-            self._views is None or kv_cache is not self._cache
-            or [part.data_ptr() for part in self._parts] != self._places
-        ):  # fmt: skip
+        if self._views is None or kv_cache is not self._cache or self._find_place() != self._place:
             # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may
             # be given other memory (``set_``, ``data``), where its views stay.
             self._views, self._cache = self._views_of(kv_cache), kv_cache if type(kv_cache) is not list else _ANEW
-            self._parts = kv_cache if isinstance(kv_cache, tuple) else () if self._cache is _ANEW else (kv_cache,)
-            self._places = [part.data_ptr() for part in self._parts]
+            self._write = self._writer.into(*self._views)
+            self._find_place = _finder(self._cache)
+            self._place = self._find_place()
             self._calls = {}  # they are bound to the old one, which nothing may keep
         return self._views
+
+    def _views_of(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        """What keys and values are written to, and the layer's calls are bound to."""
+        return self._flash.kv_cache_views(kv_cache)
+
+
+def _finder(kv_cache: Any) -> Callable[[], Any]:
+    """What gives the addresses of a cache's tensors, time and again."""
+    if isinstance(kv_cache, tuple):
+        return lambda: [part.data_ptr() for part in kv_cache]
+    found: Callable[[], Any] = _nowhere if kv_cache is _ANEW else kv_cache.data_ptr
+    return found
+
+
+def _nowhere() -> None:
+    """The address of no cache, and of a list's."""
 
 
 def _padded(found: Tensor, count: int, num_tokens: int, output: Tensor | None, fill: float = 0.0) -> Tensor:

@@ -12,7 +12,7 @@ from attn_flash.backend import FlashBackend
 from attn_flash.impl import FlashImpl, check_tokens
 from attn_flash.latent_layer import LatentLayer
 from attn_flash.probe_results import LATENT
-from attncore import BackendConfig, CacheWriter
+from attncore import BackendConfig
 
 
 class LatentImpl(FlashImpl):
@@ -23,14 +23,12 @@ class LatentImpl(FlashImpl):
     profiling run. All are of the model's dtype and on the device.
     """
 
-    def scales_changed(self) -> None:
-        """See the base class. Rows are written whole: the values are a part of them."""
-        writer = CacheWriter()
+    values_in_keys = True
 
-        def write(key: Any, _: Any, rows: Tensor, values: Tensor, slots: Tensor) -> None:
-            writer(key, key, rows, rows, slots)  # a view of the values would cost each layer's step a microsecond
-
-        self._write = write
+    def _views_of(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        # Rows are written whole, by the writer's own rule for values that are all columns of the keys.
+        rows = super()._views_of(kv_cache)[0]
+        return rows, rows
 
     def _check_new(self, num_tokens: int, key: Tensor | None, value: Tensor | None) -> None:
         check_tokens(num_tokens, key=key)

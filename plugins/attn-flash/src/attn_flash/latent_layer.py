@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_flash import generation3
 from attn_flash.generation2 import given_caches
-from attn_flash.generation3 import Library, StepArguments
+from attn_flash.generation3 import OUTPUT, Library, StepArguments
 from attn_flash.segments import Segment
 from attn_flash.spec import LATENT_ROW, LATENT_VALUES, LATENT_WORKSPACE
 
@@ -45,7 +45,11 @@ class LatentLayer(generation3.Layer):
         return 0 if queries >= 0.8 * self._cores or keys <= 4 or most >= min(keys, self._cores) else max(1, most)
 
     def _call(
-        self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None
+        self,
+        segment: Segment,
+        arguments: StepArguments,
+        caches: tuple[Tensor, Tensor] | None,
+        wanted: int | slice = OUTPUT,
     ) -> Callable[[Tensor, Any, Any], Any]:
         forward, last = self._library.forward, (self._splits(segment), *self._last[1:])
         rest = (*arguments.given, None, None, None, *self._fixed)
@@ -53,16 +57,17 @@ class LatentLayer(generation3.Layer):
 
             def packed(query: Tensor, key: Any, value: Any) -> Any:
                 (values, keys), (content, rotated) = (part.split_with_sizes(_SIZES, 2) for part in (key, query))
-                return forward(rotated, keys, values, None, None, content, None, *rest, None, *last)
+                return forward(rotated, keys, values, None, None, content, None, *rest, None, *last)[wanted]
 
             return packed
         rows = given_caches(caches)[0]
         values, keys = rows.split_with_sizes(_SIZES, 3)
-        schedule = self._scheduler(segment, (keys, values), arguments, last)
+        schedule, mine, kind = arguments.schedule, id(self), self._kind(keys.dtype)
+        make = self._scheduler(segment, (keys, values), arguments, last)
 
         def paged(query: Tensor, key: Any, value: Any) -> Any:
             content, rotated = query.split_with_sizes(_SIZES, 2)  # one call for both: each costs the host a microsecond
-            written = schedule(rotated)
-            return forward(rotated, keys, values, None, None, content, None, *rest, written, *last)
+            written = None if make is None else schedule(mine, kind, make, rotated)
+            return forward(rotated, keys, values, None, None, content, None, *rest, written, *last)[wanted]
 
         return paged

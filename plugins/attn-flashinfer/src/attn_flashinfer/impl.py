@@ -27,6 +27,8 @@ class FlashInferImpl(AttentionImpl):
 
     backend: FlashInferBackend
     not_taken: tuple[str, ...] = ("alibi_slopes",)
+    values_in_keys = False
+    """Whether the values are a part of the keys: ``value`` is not read."""
     _xqa_scales: dict[str, Any]
 
     def __init__(self, backend: FlashInferBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
@@ -53,7 +55,7 @@ class FlashInferImpl(AttentionImpl):
         self._parts: tuple[Tensor, ...] = ()
         self._places: list[int] = []
         self._caches: Any
-        self._slots: tuple[Tensor, Tensor]
+        self._write_into: Callable[[Tensor, Tensor, Tensor], None]
         # Last: a layer that is refused leaves no plans in the backend.
         self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
 
@@ -65,7 +67,7 @@ class FlashInferImpl(AttentionImpl):
         scores with the keys of the cache are the same then, and v_scale into the output, of which it is a factor: two
         small launches, which read the scales on the device. The log-sum-exp is that of the scores, and needs nothing.
         """
-        self._write: Callable[..., None] = CacheWriter(self.k_scale, self.v_scale)
+        self._new_writer(CacheWriter(self.k_scale, self.v_scale))
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         self._scales = {name: scale for name, scale in scales.items() if isinstance(scale, float) and scale != 1.0}
         self._of_query = self._of_output = None
@@ -147,7 +149,7 @@ class FlashInferImpl(AttentionImpl):
         if step.parts and step.parts[-1].stop > query.shape[0]:  # a kernel would read and write beyond its rows
             raise ValueError(f"query: shape {tuple(query.shape)} found; the metadata has {step.parts[-1].stop}")
         if write:
-            self._write(key, value, *self._slots, metadata.slot_mapping)
+            self._write_into(key, key if self.values_in_keys else value, metadata.slot_mapping)
         if output is None:
             output = self._empty(query)
         target = output if output.is_contiguous() else self._empty(query)
@@ -189,8 +191,11 @@ class FlashInferImpl(AttentionImpl):
             return None
         if not is_profiled(metadata):
             raise ValueError("kv_cache: None found; a step of requests that have context needs the cache")
-        profiled = profiled_step(self.backend, self._write, key, value, metadata)
+        profiled = profiled_step(self.backend, self._writer, key, value, metadata)
         return self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
+
+    def _new_writer(self, writer: CacheWriter) -> None:
+        self._writer, self._kv_cache = writer, _NO_CACHE_YET  # the next call takes the cache anew, for this writer
 
     def _empty(self, query: Tensor) -> Tensor:
         """What the output of ``query`` takes."""
@@ -216,7 +221,7 @@ class FlashInferImpl(AttentionImpl):
             )
         check_cache(metadata, len(keys))
         self._caches = self._for_kernels(keys, values)
-        self._slots = keys, values
+        self._write_into = self._writer.into(keys, keys if self.values_in_keys else values)
         # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may be
         # given other memory (``set_``, ``data``), where its views stay.
         self._kv_cache = kv_cache if type(kv_cache) is not list else _NO_CACHE_YET

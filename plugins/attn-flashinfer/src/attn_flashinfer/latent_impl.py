@@ -20,16 +20,11 @@ class LatentImpl(FlashInferImpl):
     """
 
     not_taken = ("alibi_slopes", "sinks")
+    values_in_keys = True
 
     def scales_changed(self) -> None:
         """See the base class: k_scale is the scale of the values, too."""
-        writer, size = CacheWriter(self.k_scale, self.k_scale), self._size_v
-
-        def write(key: Tensor, _: Tensor | None, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-            # What is no tensor the writer refuses.
-            writer(key, key.narrow(2, 0, size) if isinstance(key, Tensor) else key, keys, values, slots)
-
-        self._write = write
+        self._new_writer(CacheWriter(self.k_scale, self.k_scale))
         self._scales, self._of_query, self._of_output = {}, None, None
         if not isinstance(self.k_scale, float):
             self._of_query = self._of_output = self.k_scale.view(-1, 1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_flashinfer.pages import Pages, tensor_over
-from attncore import AttentionMetadata
+from attncore import AttentionMetadata, CacheWriter
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -51,7 +50,7 @@ class ProfiledStep(NamedTuple):
 
 def profiled_step(
     backend: FlashInferBackend,
-    write: Callable[..., None],
+    writer: CacheWriter,
     key: Any,
     value: Tensor | None,
     metadata: AttentionMetadata,
@@ -71,8 +70,12 @@ def profiled_step(
             dtype=backend.shape.cache_dtype, device=backend.config.device,
         )
     )  # fmt: skip
-    given = None if value is None else value[: len(slots)]  # of a latent cache
-    write(key[: len(slots)], given, keys, values, backend.from_host(slots))
+    new = key[: len(slots)]
+    if backend.config.use_mla:
+        writer(new, new, keys, keys, backend.from_host(slots))  # rows whole: the values are a part of them
+    else:
+        given: Any = value if value is None else value[: len(slots)]  # None is refused by the writer
+        writer(new, given, keys, values, backend.from_host(slots))
     pages = Pages(
         torch.from_numpy(indptr),
         torch.from_numpy(np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)),

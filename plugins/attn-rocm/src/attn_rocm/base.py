@@ -21,7 +21,7 @@ from attncore import (
 from attncore.ops import not_by_address
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class RocmBackend(AttentionBackend):
@@ -78,12 +78,13 @@ class RocmImpl(AttentionImpl):
         self._parts: tuple[Tensor, ...] = ()
         self._places: list[int] = []
         self._caches: tuple[Tensor, Tensor]
+        self._write: Callable[[Tensor, Tensor, Tensor], None]
         self._formats: Any = None
         self.writer = CacheWriter(self.k_scale, self.v_scale)
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
 
     def scales_changed(self) -> None:
-        self.writer = CacheWriter(self.k_scale, self.v_scale)
+        self.writer, self._caches_of = CacheWriter(self.k_scale, self.v_scale), None  # ``caches`` takes it
 
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:
@@ -97,6 +98,7 @@ class RocmImpl(AttentionImpl):
             or [part.data_ptr() for part in self._parts] != self._places  # they were given other memory (``set_``)
         ):  # fmt: skip
             self._caches, self._caches_of = self.backend.kv_cache_views(kv_cache), kv_cache
+            self._write = self.writer.into(*self._caches)
             self._parts = (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
             self._places = [part.data_ptr() for part in self._parts]
         return self._caches
@@ -105,7 +107,7 @@ class RocmImpl(AttentionImpl):
         """``caches``, to which the step's keys and values have been written, where they are to be."""
         caches = self.caches(kv_cache)
         if write:
-            self.writer(key, value, *caches, slots)
+            self._write(key, value, slots)
         return caches
 
     def checked(

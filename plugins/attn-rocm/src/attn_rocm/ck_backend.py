@@ -49,7 +49,7 @@ class CkImpl(TritonImpl):
             super()._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
             return
         if kv_cache is not None:
-            self.writer(key, value, *self.caches(kv_cache), metadata.slot_mapping)
+            self.written(key, value, kv_cache, metadata.slot_mapping, write=True)
         first = metadata.num_decode_tokens if metadata.decodes_first else 0
         tokens = slice(first, first + metadata.num_prefill_tokens)
         starts, longest = prompts.query_start_loc, prompts.max_query_len
