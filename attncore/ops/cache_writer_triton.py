@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -10,9 +11,6 @@ from torch import Tensor
 
 from attncore.kernels.prepared_launch import prepared_launch
 from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
-
-if TYPE_CHECKING:
-    from attncore.ops.cache_writer import CacheWriter
 
 
 @triton.jit
@@ -110,7 +108,9 @@ class StoreInto:
     are taken as they are now.
     """
 
-    def __init__(self, writer: CacheWriter, key_cache: Tensor, value_cache: Tensor, launches: dict[Any, Any]) -> None:
+    def __init__(
+        self, writer: Callable[..., None], key_cache: Tensor, value_cache: Tensor, launches: dict[Any, Any]
+    ) -> None:
         # Tensors of our own: a caller's may be given another shape in place.
         self._writer, self._caches, self._of_writer = writer, (key_cache.detach(), value_cache.detach()), launches
         self._launches: dict[Any, Any] = {}
