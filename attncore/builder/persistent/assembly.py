@@ -53,6 +53,8 @@ class Assembly:
         self.overlap, self._backends = overlap, backends
         self.ahead: StepsAhead | None = None
         """What the last ``run_ahead`` returned."""
+        self.trees_before: dict[int, Any] = {}
+        """The batch's ``ran_trees`` before the last step, which may be taken back."""
         self._poison = poison
         self._fill = engine_fields.fill if engine_fields.functions else None
         self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
@@ -199,7 +201,8 @@ class Assembly:
         ``dummy``: it is no step of the engine's, but an empty one that the engine asked for as such.
         """
         core, side = self.core, self.side
-        if core.ran_trees:
+        if core.ran_trees is not None:
+            self.trees_before = core.ran_trees
             settle_trees(core, metadata)
         if self._fill is not None:
             self._fill(metadata)

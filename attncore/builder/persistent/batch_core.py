@@ -69,9 +69,10 @@ class BatchCore:
         """The follower's Overlap, where its steps overlap: it hears which requests leave or are preempted."""
         self.ahead: Any = None
         """The StepsAhead of the last ``run_ahead``: it hears which requests leave or are preempted."""
-        self.ran_trees: dict[Hashable, Any] | None = None
-        """Draft trees of earlier steps, by request, until it runs again; None where no builder of the batch takes any.
-        All of its builders look at them: what runs behind a tree sees what it left.
+        self.ran_trees: dict[int, Any] | None = None
+        """Draft trees of earlier steps, by their request's place, until it runs again; None where no builder of the
+        batch takes any. All of its builders look at them: what runs behind a tree sees what it left. Each change makes
+        another dict.
         """
         self.spans: Any = None
         """The requests' Spans; None where the batch was made without."""

@@ -56,9 +56,9 @@ class DraftTrees:
             core.ran_trees = {}
 
     @property
-    def _ran(self) -> dict[Hashable, _Ran]:
-        """Trees of earlier steps of any builder of the batch, by request, until it runs again."""
-        ran: dict[Hashable, _Ran] = self._core.ran_trees or {}
+    def _ran(self) -> dict[int, _Ran]:
+        """Trees of earlier steps of any builder of the batch, by their request's place, until it runs again."""
+        ran: dict[int, _Ran] = self._core.ran_trees or {}
         return ran
 
     def begin(self, trees: Any, scheduled: Any, most: int) -> Any:
@@ -106,7 +106,7 @@ class DraftTrees:
         for row, (req_id, context) in enumerate(zip(metadata.req_ids, contexts.tolist(), strict=False)):
             if req_id in given:
                 rows.append(row)
-                left[req_id] = _Ran(given[req_id], context, changes)
+                left[_place(core, row)] = _Ran(given[req_id], context, changes)
         if rows:
             masks, depths = masks_and_depths([given[metadata.req_ids[row]] for row in rows])
             lengths = host.query_lens[rows].astype(np.int64)
@@ -129,7 +129,7 @@ class DraftTrees:
         moving_rows, sources, targets = [], [], []  # of all requests, tokens by index in theirs
         for req_id, path in paths.items():
             row = core.order.row(req_id)
-            ran = left.pop(req_id, None)
+            ran = left.pop(_place(core, row), None)
             if ran is None or _came_later(core, row, ran) or computed[row] != ran.end:
                 raise ValueError(
                     f"paths: request {quoted(req_id)} has not run a tree in its last step, or tokens of it were taken "
@@ -166,16 +166,29 @@ def settle_trees(core: BatchCore, metadata: StepMetadata) -> None:
         return
     left, computed = dict(ran), metadata.host.positions
     for row, req_id in enumerate(metadata.req_ids):
-        if (earlier := left.pop(req_id, None)) is not None:
+        if (earlier := left.pop(_place(core, row), None)) is not None:
             _check_kept(core, req_id, row, earlier, int(computed[metadata.host.query_start_loc[row]]))
     if len(left) < len(ran):
         core.undo.append((setattr, core, "ran_trees", ran))
         core.ran_trees = left
 
 
+def unsettled(core: BatchCore, before: dict[int, Any], num_reqs: int) -> dict[int, Any]:
+    """The trees that ran, once a step of the first ``num_reqs`` rows is taken back: those rows have the ones of
+    ``before`` it.
+    """
+    places = set(core.lengths[codes.PLACE, :num_reqs].tolist())
+    others = {place: ran for place, ran in (core.ran_trees or {}).items() if place not in places}
+    return others | {place: ran for place, ran in before.items() if place in places}
+
+
+def _place(core: BatchCore, row: int) -> int:
+    return int(core.lengths[codes.PLACE, row])
+
+
 def _came_later(core: BatchCore, row: int, ran: _Ran) -> bool:
-    """Whether the request in ``row`` is another one of the same name."""
-    return bool(core.added_at[core.lengths[codes.PLACE, row]] > ran.changes)
+    """Whether the request in ``row`` is another one, which has the place by now."""
+    return bool(core.added_at[_place(core, row)] > ran.changes)
 
 
 def _check_kept(core: BatchCore, req_id: Hashable, row: int, ran: _Ran, computed: int) -> None:

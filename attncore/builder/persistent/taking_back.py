@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncore.builder.device.captured_sizes import of_size
+from attncore.builder.persistent.draft_trees import unsettled
 from attncore.errors import CaptureError
 from attncore.kernels import codes
 from attncore.quoted import quoted
@@ -41,6 +42,9 @@ def take_back(assembly: Any, metadata: StepMetadata, *more: tuple[Any, ...]) -> 
         *core.move_back(metadata.moves),
     ]
     undo += more
+    if core.ran_trees is not None:
+        trees = unsettled(core, assembly.trees_before, metadata.num_actual_reqs)
+        undo.append((setattr, core, "ran_trees", trees))
     undo.append((assembly.kernel.take_back, assembly.shapes.of(metadata), step))
     if assembly.side is not None:
         undo.append((assembly.side.take_back, step))

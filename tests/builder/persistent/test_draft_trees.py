@@ -1,5 +1,7 @@
 """Steps with draft trees: masks, positions by depth, slots by index; and what is kept of them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from interrupted_calls import AtOpcode
@@ -16,6 +18,7 @@ from attncore.builder import (
     slice_by_tokens,
     slice_metadata,
 )
+from attncore.builder.device.by_copy import CopyTransport
 from attncore.builder.fields import ARRAYS
 
 BLOCK = 4
@@ -23,6 +26,14 @@ TREE = [-1, -1, 0, 1, 1, 3]
 """Two children of the root; the first has one, the second two, of which the first has one."""
 MASKS = [0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1010101]
 DEPTHS = [0, 1, 1, 2, 2, 2, 3]
+
+
+class Abandonable(CopyTransport):
+    """A step in ``pending`` waits for its replay, as with nodes of graphs."""
+
+    def send(self, step, shape, out, num_rows, waits):
+        super().send(step, shape, out, num_rows, waits)
+        self.pending = step if waits else -1
 
 
 def new_builder(kernels=None, threshold=8, *, trees=True, **options):
@@ -216,6 +227,46 @@ def test_a_request_that_leaves_takes_its_tree_along(leaves):
     with pytest.raises(ValueError, match=r"^paths: request 'a' has not run a tree in its last step"):
         builder.keep_paths({"a": [0]})
     assert builder.build({"b": 0}).positions.tolist() == [12 if leaves == "remove" else 0]
+
+
+def test_trees_of_requests_that_left_are_not_kept(kernels):
+    """However many requests leave behind a tree: a batch keeps one for each of its places at most."""
+    batch, builder = new_builder(kernels)
+    for name in range(100):
+        batch.add_request(name, [9, 3, 7, 5], 5)
+        builder.build(trees={name: TREE})
+        batch.remove_request(name)
+    assert len(batch._core.ran_trees) <= batch.max_num_reqs
+
+
+@pytest.mark.parametrize("next_tree", [None, [-1, -1]])
+def test_a_step_that_is_taken_back_leaves_the_tree_before_it(monkeypatch, kernels, next_tree):
+    """A chain may run on without ``keep_paths``, and be kept where that step was none."""
+    monkeypatch.setattr("attncore.builder.device.by_copy.CopyTransport", Abandonable)
+    batch, builder = started(kernels, transport="copy")
+    builder.capture(2, 3)
+    builder.build(trees={"a": [-1, 0]})
+    metadata = builder.build({"b": 0}, trees=None if next_tree is None else {"a": next_tree}, bucket=2)
+    metadata.abandon()
+    builder.keep_paths({"a": [0]})
+    assert batch.num_computed_tokens("a") == 7
+
+
+@pytest.mark.parametrize("ran", [0, 1])
+def test_steps_ahead_that_are_given_back_leave_the_tree_before_them(kernels, ran):
+    batch, builder = started(kernels, transport="copy")
+    builder.capture(2)
+    builder.build(trees={"a": [-1, 0]})
+    steps = builder.run_ahead(2, bucket=2)
+    for _ in range(ran):
+        steps.replay(SimpleNamespace(replay=lambda: None))
+    assert steps.stop() == ran
+    if ran:
+        with pytest.raises(ValueError, match=r"^paths: request 'a' has not run a tree in its last step"):
+            builder.keep_paths({"a": [0]})
+    else:
+        builder.keep_paths({"a": [0]})
+    assert batch.num_computed_tokens("a") == (9 if ran else 7)
 
 
 def test_a_path_is_kept_once_and_at_once(kernels):
