@@ -91,6 +91,21 @@ def test_other_tensors_are_refused(output, lse, message):
         SinksByLse(torch.zeros(6))(output, lse)
 
 
+@pytest.mark.parametrize("wrong", ["output", "lse"])
+@pytest.mark.parametrize("how", ["expanded", "of inference mode"])
+def test_what_cannot_be_written_to_is_refused_before_anything_is_written(wrong, how):
+    def made(*shape):
+        with torch.inference_mode():
+            return torch.ones(shape)
+
+    tensors = {"output": torch.ones(2, 6, 8), "lse": torch.ones(2, 6)}
+    shape = tensors[wrong].shape
+    tensors[wrong] = made(*shape) if how != "expanded" else torch.ones(1, *shape[1:]).expand(shape)
+    with pytest.raises(ValueError, match=f"^{wrong}: "):
+        SinksByLse(torch.zeros(6))(*tensors.values())
+    assert all((tensor == 1).all() for tensor in tensors.values())
+
+
 def test_what_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match="output: list found; give a tensor"):
         SinksByLse(torch.zeros(6))([1.0], torch.zeros(2, 6))

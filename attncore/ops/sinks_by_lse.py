@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncore.ops.written_tensor import check_own_elements, check_written
 from attncore.show import counted
 
 LOG2_E = math.log2(math.e)
@@ -25,7 +26,7 @@ class SinksByLse:
     once to the output's dtype. No gradient is kept.
 
     Raises ValueError naming the argument, before anything is written, where shapes, dtypes, devices or strides are
-    others; TypeError for what is no tensor.
+    others, or a tensor cannot be written to; TypeError for what is no tensor.
     """
 
     def __init__(self, sinks: Tensor, *, base2: bool = False) -> None:
@@ -42,7 +43,8 @@ class SinksByLse:
         formats: Any
         try:
             formats = (
-                output.shape, lse.shape, output.dtype, lse.dtype, output.stride(), output.device, lse.device,
+                output.shape, lse.shape, output.dtype, lse.dtype, output.stride(), lse.stride(), output.device,
+                lse.device,
             )  # fmt: skip
         except (AttributeError, RuntimeError):  # no tensor, or a sparse one
             formats = None
@@ -56,6 +58,8 @@ class SinksByLse:
             return
         unit = LOG2_E if self.base2 else 1.0
         with torch.no_grad():
+            check_written("output", output)
+            check_written("lse", lse)  # what torch would refuse, perhaps after the output is written
             sinks = (self.sinks * unit).expand(lse.shape)
             sums = torch.where(lse.isinf(), -torch.inf, lse)
             joined = torch.logaddexp2(sums, sinks) if self.base2 else torch.logaddexp(sums, sinks)
@@ -79,6 +83,7 @@ class SinksByLse:
         for name, tensor in (("output", output), ("lse", lse)):
             if tensor.device != self.sinks.device:
                 raise ValueError(f"{name}: on {tensor.device}, but the sinks are on {self.sinks.device}")
+            check_own_elements(name, tensor)
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -13,6 +13,8 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.blocks.rank_steps import context_step, new_tokens_step, token_rows
 from attncore.builder.checked_backend import check_backend
 from attncore.merge import merge_attention
+from attncore.ops.cache_writer_checks import check_tensors
+from attncore.ops.written_tensor import check_written
 from attncore.quoted import quoted
 from attncore.ranks.exchange import Exchange
 from attncore.show import counted
@@ -110,6 +112,8 @@ class _ImplOverRanks(AttentionImpl):
         if kv_cache is None:
             return self._whole.forward_with_lse(query, key, value, None, metadata, output, write=write)
         self.check_order(query, metadata)
+        if output is not None:
+            self._check_output(query, output)
         if self.check_write(write) and self._context is not None and metadata.num_prefills:
             return self._in_two_parts(self._context, query, key, value, kv_cache, metadata, output)
         rows, sent = self.backend.rows(metadata), self._exchange(query)
@@ -133,9 +137,25 @@ class _ImplOverRanks(AttentionImpl):
         found, lse = merge_attention(*zip(*parts, strict=True))
         return (found if output is None else output.copy_(found)), lse
 
-    def _exchange(self, query: Tensor) -> Exchange:
+    def _check_output(self, query: Tensor, output: Any) -> None:
+        """TypeError or ValueError where ``output``, which a kernel writes by its address, is not as what is merged."""
+        check_tensors(output, names=("output",))
+        shape = self._shape(query)
+        if (output.shape, output.dtype, output.device) != (shape, query.dtype, query.device):
+            raise ValueError(
+                f"output: {output.dtype} of shape {tuple(output.shape)} on {output.device} found; give {query.dtype} "
+                f"of shape {shape} on {query.device}"
+            )
+        if output.stride(2) != 1:
+            raise ValueError(f"output: strides {output.stride()} found; give one contiguous in its last dimension")
+        check_written("output", output)
+
+    def _shape(self, query: Tensor) -> tuple[int, int, int]:
         config = self.backend.config
-        return Exchange((*query.shape[:2], config.head_size_v or config.head_size), query.dtype, query.device)
+        return len(query), query.shape[1], config.head_size_v or config.head_size
+
+    def _exchange(self, query: Tensor) -> Exchange:
+        return Exchange(self._shape(query), query.dtype, query.device)
 
 
 class _BackendOverRanks(AttentionBackend):

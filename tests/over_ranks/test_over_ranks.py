@@ -151,6 +151,42 @@ def test_captured_steps_run_as_they_are(alone):
         backend.rows(drafts)
 
 
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        (
+            torch.zeros(2, 4, 8),
+            ValueError,
+            r"torch.float32 of shape \(2, 4, 8\) on cpu found; give torch.float32 of shape",
+        ),
+        (torch.zeros(4, 4, 8), ValueError, r"torch.float32 of shape \(4, 4, 8\)"),
+        (torch.zeros(1, 3, 4, 8), ValueError, r"torch.float32 of shape \(1, 3, 4, 8\)"),
+        (torch.zeros(3, 4, 8, dtype=torch.float16), ValueError, "torch.float16"),
+        (torch.zeros(3, 4, 8, device="meta"), ValueError, "torch.float32 .* on meta"),
+        (torch.zeros(3, 4, 16)[..., ::2], ValueError, r"strides \(64, 16, 2\)"),
+        (torch.zeros(1, 4, 8).expand(3, 4, 8), ValueError, r"strides \(0, 8, 1\)"),
+        ([0.0], TypeError, "list found"),
+    ],
+)
+@pytest.mark.parametrize("splits", [False, True])
+def test_an_output_that_the_parts_do_not_fit_is_refused_before_anything_is_written(
+    alone, splits, output, error, message
+):
+    """The kernel that merges writes by its address, as many rows as the query has."""
+    ranks, features = ContextParallel(1, 0, 4), {"lse", "encoder_decoder"} if splits else {"lse"}
+    choice = select(
+        num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", block_size=4, backend="reference", features=features
+    )
+    backend = over_ranks(choice.create("cpu"), ranks)
+    batch = InputBatch(max_num_reqs=1, max_model_len=16, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, context_parallel=ranks)
+    batch.add_request("a", [1, 2], 2)
+    cache, tensors = backend.allocate_kv_cache(3), [torch.randn(3, heads, 8) for heads in (4, 2, 2)]
+    with pytest.raises(error, match=f"^output: {message}"):
+        backend.impl("layer", scale=0.3).forward(*tensors, cache, builder.build({"a": 3}), output)
+    assert not cache.any()
+
+
 def test_a_profiling_run_asks_no_other_rank(alone, monkeypatch):
     ranks = ContextParallel(1, 0, 4)
     backend = over_ranks(make_backend(), ranks)
