@@ -83,10 +83,11 @@ def test_settings_are_fields_of_the_request():
         ({"prefers": []}, ValueError, r"'prefers' is not one of options, .*did you mean prefer\?"),
         ({"num_heads": 3}, ValueError, "'num_heads' is not one of options"),
         (["flash"], TypeError, r"\['flash'\] is not a mapping"),
+        ({"options": {"refrence": {}}}, ValueError, r"'refrence' is no backend; known: .*did you mean reference\?"),
     ],
 )
 def test_settings_that_are_none(given, kind, words):
-    with pytest.raises(kind, match=rf"additional_config\['attncore'\]: {words}"):
+    with pytest.raises(kind, match=rf"additional_config\['attncore'\](\['options'\])?: {words}"):
         settings.settings_of(configuration(additional_config={"attncore": given}))
 
 
@@ -107,6 +108,7 @@ def test_each_flag_is_refused_by_a_sentence():
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
         ("parallel_config", "use_ubatching", True, "dual batch overlap"),
         ("cache_config", "calculate_kv_scales", True, "calculate_kv_scales"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
     ],
 )
 def test_engines_that_are_refused(part, field, value, words):
@@ -163,8 +165,26 @@ def test_attncores_choice_has_the_reasons_of_all():
 
 def test_limits_count_padding_and_drafts():
     spec = SimpleNamespace(block_size=16)
-    assert limits.limits_of(configuration(), spec) == (8, 96, 128, 20)
+    any_block = (2**31 - 1) // 16  # a group may have more blocks than the cache's configuration says
+    assert limits.limits_of(configuration(), spec) == (8, 96, 128, any_block)
     drafts = configuration(speculative_config=SimpleNamespace(num_speculative_tokens=3))
-    assert limits.limits_of(drafts, spec) == (8, 96 + 8 * 6, 134, 20)
+    assert limits.limits_of(drafts, spec) == (8, 96 + 8 * 6, 134, any_block)
+    chunks = SimpleNamespace(block_size=16, attention_chunk_size=32)
+    assert limits.limits_of(configuration(), chunks).max_num_reqs == 2 * 8 + 96 // 32
+
+
+def test_blocks_of_the_cache_are_asked_for_where_they_are_known():
+    request = model_request.request_for_layers("reference", configuration(), 16, [layer()])
+    assert request.num_blocks == 20
     unknown = configuration(cache_config=SimpleNamespace(num_gpu_blocks=None, block_size=32))
-    assert limits.limits_of(unknown, spec).num_blocks == (2**31 - 1) // 16
+    assert model_request.request_for_layers("reference", unknown, 16, [layer()]).num_blocks is None
+
+
+def test_a_mistaken_option_is_an_error_beside_a_backend_that_could_be_used(site):
+    site.plugin("narrow")
+    mistaken = configuration(additional_config={"attncore": {"options": {"narrow": {"mood": "good"}}}})
+    request = model_request.request_for_layers(None, mistaken, 16, [layer()])
+    negotiation = model_request.negotiated(request)
+    assert negotiation.chosen.name == "reference"
+    (why,) = model_request.sentences(negotiation)
+    assert why.startswith("attncore: narrow: option 'mood' is not declared by narrow")

@@ -35,6 +35,7 @@ def _of_engine(runner: Any) -> dict[str, Any]:
         "dtype": dtype,
         "kv_cache_dtype": "auto" if cache == dtype else cache,
         "block_size": runner.page_size,
+        "num_blocks": int(runner.token_to_kv_pool.size) // runner.page_size + 1,
         "kv_cache_layout": "NHD",
         "strided_kv_cache": True,
         "max_model_len": runner.model_config.context_len,

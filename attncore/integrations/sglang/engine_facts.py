@@ -102,6 +102,8 @@ def _engine_problems(runner: Any) -> Iterator[str]:
         yield "the model has latent attention (MLA), which attncore does not run inside SGLang"
     if config.is_encoder_decoder:
         yield "the model has an encoder beside its decoder, and attncore runs decoders alone inside SGLang"
+    if config.attention_chunk_size is not None:
+        yield "the model's layers attend within chunks (attention_chunk_size), which attncore does not do inside SGLang"
     if getattr(parallel, "attn_dcp_size", 1) > 1 or getattr(parallel, "attn_cp_size", 1) > 1:
         yield "context parallelism is on, which attncore does not run inside SGLang"
     if not runner.spec_algorithm.is_none():

@@ -48,6 +48,7 @@ class AttncoreImpl(AttentionImpl):
         self._cache: Any = None
         self._pair: Any = None
         self._place = 0
+        self._max_block_id: int | None = None
 
     def bind(self, name: str, backend: Any, before: Any) -> Any:
         """Makes the layer ``name`` of ``backend``, which is returned. ``before`` is called with a captured step, before
@@ -64,6 +65,7 @@ class AttncoreImpl(AttentionImpl):
             v_scale=self.scales[1],
         )
         self._forward, self._before, self._cache, self._pair = inner.forward, before, None, None
+        self._max_block_id = backend.spec.max_block_id
         return inner
 
     def forward(
@@ -88,6 +90,11 @@ class AttncoreImpl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise ValueError("attncore: vLLM asks for a quantised output, which fused_output_quant_supported denies")
         if kv_cache is not self._cache or kv_cache.data_ptr() != self._place:  # the same tensor on other memory
+            most = self._max_block_id
+            if most is not None and len(kv_cache) - 1 > most:  # a worker may not know it before
+                raise ValueError(
+                    f"attncore: the cache has {len(kv_cache)} blocks, and the backend reads ids up to {most}"
+                )
             # Keys and values lie side by side in each head's row: a pair of strided views, nothing is copied.
             rows, size = kv_cache.transpose(1, 2), self.head_size
             self._cache, self._pair = kv_cache, (rows[..., :size], rows[..., size:])

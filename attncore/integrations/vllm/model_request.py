@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from attncore.integrations.vllm.limits import num_blocks_of
 from attncore.integrations.vllm.refusals import KV_CACHE_DTYPES
 from attncore.integrations.vllm.settings import settings_of
 from attncore.registry.choice.negotiate import Negotiation
@@ -86,6 +87,7 @@ def request_for_layers(
         strided_kv_cache=True,
         features={"kv_scales"} if fp8 else (),
         max_model_len=vllm_config.model_config.max_model_len,
+        num_blocks=num_blocks_of(vllm_config.cache_config, block_size),
         **settings_of(vllm_config),
     )
 
@@ -109,7 +111,17 @@ def negotiated(request: AttentionRequest) -> Negotiation:
 
 
 def sentences(negotiation: Negotiation) -> list[str]:
-    """Why no backend, or not the one that is named, can be used; none where one can."""
+    """Why no backend, or not the one that is named, can be used; none where one can.
+
+    A mistaken option is such a reason also where another backend could be used: it is the user's to correct.
+    """
+    if mistaken := [
+        f"attncore: {candidate.name}: {reason}"
+        for candidate in negotiation.rejected
+        for reason in candidate.reasons
+        if reason.code == "option" and reason.source == f"{candidate.distribution} {candidate.version}"  # not a variant
+    ]:
+        return mistaken
     if negotiation.usable and (not negotiation.request.backend or negotiation.chosen is not None):
         return []
     named = negotiation.request.backend

@@ -67,6 +67,11 @@ def refused_engine(vllm_config: Any) -> Iterator[str]:
             yield REFUSED[flag]
     if getattr(parallel, "use_ubatching", False):
         yield "dual batch overlap makes two steps at once of one group's layers, and a backend has one plan"
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        yield (
+            "kv_sharing_fast_prefill makes a step of its own, of vLLM's fields, for layers that share a cache; leave "
+            "it out: they run over the whole step then"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
             "calculate_kv_scales sets the cache's scales in a forward pass; give a checkpoint that has them, or leave "

@@ -10,7 +10,7 @@ import torch
 from integrations.vllm import cpu_engine  # noqa: F401  it sets the environment up
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from attncore.integrations.vllm import metadata_builder
+from attncore.integrations.vllm import attention_backend, metadata_builder
 from attncore.integrations.vllm.layer import AttncoreImpl
 from attncore.integrations.vllm.metadata_builder import GRAPH_LEVELS, AttncoreMetadataBuilder
 from attncore.vocabulary import GRAPH_LEVELS as LEVELS
@@ -191,6 +191,48 @@ def test_what_a_layer_asks_beyond_the_selector_is_refused_with_reasons(site, fie
     with pytest.raises(ValueError, match=f"attncore: narrow: .*{field}"):
         builder_of(layers, OfNarrow)
     assert builder_of(layers)
+
+
+def test_a_cache_of_more_blocks_than_the_kernel_reads_is_refused(site):
+    site.plugin("narrow", extra="max_block_id=6, ")
+    layers = {"one": AttncoreImpl(HEADS, 64, 0.25, KV_HEADS)}
+    with pytest.raises(ValueError, match=r"attncore: narrow: num_blocks 8 not supported by .*; supported: at most 7"):
+        builder_of(layers, OfNarrow)
+    unknown = SimpleNamespace(num_gpu_blocks=None, block_size=BLOCK)  # vLLM's workers may not know it yet
+    metadata = builder_of({"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS)}, cache_config=unknown).build(
+        0, step([5, 9], [1, 3])
+    )
+    layers["one"].bind("one", SimpleNamespace(impl=lambda *_, **__: SimpleNamespace(forward=None),
+                                              spec=SimpleNamespace(max_block_id=6)), None)  # fmt: skip
+    with pytest.raises(ValueError, match="attncore: the cache has 8 blocks, and the backend reads ids up to 6"):
+        run(layers["one"], metadata, cache())
+
+
+def test_chunked_local_attention_makes_more_rows_than_requests():
+    """vLLM's own builder over ours, for the layers of Llama 4: one request's tokens lie in three chunks."""
+    from vllm.model_executor.layers.attention import chunked_local_attention
+
+    class Backend(attention_backend.AttncoreBackend):
+        attncore_name = "reference"
+
+    kind = chunked_local_attention.create_chunked_local_attention_backend(Backend, 16).get_builder_cls()
+    layers = {"one": AttncoreImpl(HEADS, SIZE, 0.25, KV_HEADS)}
+    config = configuration(layers)
+    config.scheduler_config.max_num_seqs = 1
+    spec = SimpleNamespace(block_size=BLOCK, head_size=SIZE, attention_chunk_size=16)
+    builder = kind(spec, list(layers), config, torch.device("cpu"))
+    tokens = torch.tensor([0, 24], dtype=torch.int32)
+    metadata = builder.build(
+        0,
+        CommonAttentionMetadata(
+            query_start_loc=tokens, query_start_loc_cpu=tokens, num_reqs=1, num_actual_tokens=24, max_query_len=24,
+            max_seq_len=36, seq_lens=torch.tensor([36], dtype=torch.int32),
+            block_table_tensor=torch.tensor([[3, 1, 2, 0]], dtype=torch.int32), slot_mapping=torch.arange(24),
+        ),
+    )  # fmt: skip
+    assert metadata.host.seq_lens.tolist() == [16, 16, 4]
+    assert metadata.host.query_lens.tolist() == [4, 16, 4]
+    assert metadata.block_table[:, 0].tolist() == [3, 1, 2]
 
 
 def test_attention_that_is_not_causal_and_quantised_output_are_refused():
