@@ -236,3 +236,12 @@ def test_a_cache_that_cannot_be_read_by_address(spoilt, why):
             given = spoilt(given)
         with pytest.raises(ValueError, match=rf"^kv_cache: .*{why}"):
             made.kv_cache_views(given)
+
+
+def test_views_of_bytes_that_are_made_in_inference_mode_can_be_written_to_outside_of_it():
+    """A layer keeps them."""
+    made = backend(kv_cache_dtype="fp8_e4m3")
+    cache = made.allocate_kv_cache(BLOCKS).view(torch.uint8)
+    with torch.inference_mode():
+        for form in (cache, tuple(cache)):
+            assert not any(view.is_inference() for view in made.kv_cache_views(form))

@@ -58,7 +58,10 @@ def _floats(part: Tensor, dtype: Any) -> Tensor:
     """``part``, as floats where an engine has allocated them as bytes."""
     import torch
 
-    return part.view(dtype) if part.dtype == torch.uint8 and dtype.itemsize == 1 else part
+    if part.dtype != torch.uint8 or dtype.itemsize != 1:
+        return part
+    with torch.inference_mode(False):  # or a layer that keeps it could not write to it outside of that mode
+        return part.view(dtype)
 
 
 def _of_whole(kv_cache: Tensor, config: BackendConfig, size_v: int, block_axis: int) -> tuple[Tensor, Tensor] | None:

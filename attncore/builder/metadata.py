@@ -294,7 +294,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         values_of_view = none | counts | encoder_counts | {
             "num_reqs": last - first,
             "num_tokens": stop - start,
-            "max_query_len": int(host.query_lens.max(initial=0)),
+            "max_query_len": self._longest_query(host),
             "req_ids": self.req_ids[first:last],
             "decodes_first": self.decodes_first,
             "from_groups": self.from_groups,
@@ -305,6 +305,15 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         view = (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
         self._give_states(view, first, last)
         return view
+
+    def _longest_query(self, host: _HostArrays) -> int:
+        """The most tokens that a request of a view has: that of the step where neither field says it, as in one that
+        came from another rank with the fields alone that a backend declares.
+        """
+        for name, counts in (("query_lens", np.asarray), ("query_start_loc", np.diff)):
+            if (array := slices.own_array(host, name)) is not None:
+                return int(counts(array).max(initial=0))
+        return self.max_query_len
 
     def _give_states(self, view: CommonAttentionMetadata, first: int, last: int) -> None:
         """Gives a view of rows first:last the states of these, where the step has groups of states."""

@@ -190,5 +190,6 @@ def _encoder_counts(host: Any, whole: Any, first: int) -> dict[str, int]:
     lens = host._own("encoder_seq_lens")
     if lens is None:
         return {}
-    unpadded = lens[: max(0, len(whole.query_lens) - first)]  # the list builder pads lengths with 1
+    queries = whole._memory("query_lens")
+    unpadded = lens if queries is None else lens[: max(0, len(queries) - first)]  # the list builder pads lengths with 1
     return {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}

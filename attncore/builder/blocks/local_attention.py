@@ -7,7 +7,7 @@ and the blocks of that chunk only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +115,9 @@ def local_attention_metadata(
         block_table=virtual.block_table,
     )
     if hasattr(host, "paged_kv_indptr"):
-        pages = host_functions.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
+        lists = metadata.from_groups and hasattr(host, "paged_kv_indices")
+        build = _chunks_of_pages if lists else _pages_of_tables
+        pages = build(host, virtual, chunk_size // block_size, block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
     longest = [int(virtual.seq_lens[mask].max(initial=0)) for mask in (is_decode, ~is_decode)]
@@ -139,6 +141,29 @@ def local_attention_metadata(
         decodes_first=metadata.decodes_first,
         from_groups=metadata.from_groups,
     )
+
+
+def _pages_of_tables(
+    host: Any, virtual: VirtualBatch, blocks_per_chunk: int, block_size: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """The page lists of a virtual batch by its tables: starts, indices, tokens in the last pages."""
+    return host_functions.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
+
+
+def _chunks_of_pages(
+    host: Any, virtual: VirtualBatch, blocks_per_chunk: int, block_size: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """The same by the page lists of a step of the list builder, where a plain prompt has pages and no table, and of a
+    profiling run, which has none.
+    """
+    indptr, indices = host.paged_kv_indptr, host.paged_kv_indices
+    held = np.diff(indptr)[virtual.request_indices] > 0
+    counts = np.where(held, -(-virtual.seq_lens // block_size), 0)
+    starts = host_functions.build_query_start_loc(counts)
+    first = indptr[virtual.request_indices] + virtual.chunk_indices * blocks_per_chunk
+    picked = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1])
+    last = np.where(held, virtual.seq_lens - (counts - 1) * block_size, 0).astype(np.int32)
+    return starts, indices[picked], last
 
 
 def _check_sizes(chunk_size: int, block_size: int) -> tuple[int, int]:

@@ -169,3 +169,14 @@ def test_a_vllm_without_the_library_fails_by_name(monkeypatch: pytest.MonkeyPatc
 def test_rows_of_one_token_start_where_they_are_counted() -> None:
     assert generation3._counted("cpu")[:4].tolist() == [0, 1, 2, 3]
     assert generation3._counted("cpu") is generation3._counted("cpu")
+
+
+def test_a_layer_that_is_made_in_inference_mode_takes_scales_and_sinks_outside_of_it(
+    library: standin.Generation3,
+) -> None:
+    with torch.inference_mode():
+        backend = standin.create("3_vllm", kv_cache_dtype="fp8_e4m3", head_size=64)
+        impl = backend.impl("layers.0", scale=0.25, sinks=[0.5] * 4)
+    impl.set_scales(2.0, 4.0)
+    impl.set_sinks([1.0] * 4)
+    assert impl._descales.unique().tolist() == [1.0, 2.0, 4.0]

@@ -8,7 +8,8 @@ import pytest
 import rocm_standins as standins
 import torch
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import InputBatch, MetadataBuilder, metadata_from_fields
+from attncore.builder.fields import ARRAYS
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.reading_engine import WRITERS, ReadingEngine
@@ -285,3 +286,37 @@ def test_a_step_of_requests_that_have_context_needs_the_cache(variant, monkeypat
     assert impl.forward(*given(3), None, builder.build({"a": 3})).shape[0] == 3
     with pytest.raises(ValueError, match="kv_cache: None found; a step of requests that have context needs"):
         impl.forward(*given(1), None, builder.build({"a": 1}))
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_a_step_of_the_declared_fields_alone(variant, monkeypatch):
+    """As it comes from another rank: views of it are taken without the others."""
+    standins.install(monkeypatch, variant)
+    backend = standins.backend(variant)
+    impl, size, config = backend.impl("layers.0", scale=1.0), backend.config.block_size, backend.config
+    kv_cache = backend.allocate_kv_cache(8)
+    batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    batch.add_request("a", [1, 2])
+    batch.add_request("b", [3, 4])
+    for scheduled in ({"a": 3, "b": 2}, {"a": 1, "b": 2}, {}):
+        metadata = builder.build(scheduled)
+        others = set(ARRAYS) - backend.spec.host_needs - backend.spec.device_needs
+        arrived = metadata_from_fields(metadata.asdict_zerocopy(skip_fields=others & set(dir(metadata))), backend)
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        tensors = [torch.randn(metadata.num_tokens, one, config.head_size).bfloat16() for one in heads]
+        expected = impl.forward(*tensors, kv_cache, metadata)
+        torch.testing.assert_close(impl.forward(*tensors, kv_cache, arrived), expected)
+
+
+def test_torchs_kernels_compute_in_the_models_dtype_inside_autocast(monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("sdpa", dtype="float32")
+    impl, kv_cache = backend.impl("layers.0", scale=1.0), backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=1, max_model_len=16, block_size=16)
+    batch.add_request("a", [1])
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build({"a": 5})
+    tensors = [torch.randn(5, heads, 64) for heads in (4, 2, 2)]
+    expected = impl.forward(*tensors, kv_cache, metadata)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(impl.forward(*tensors, kv_cache, metadata), expected)

@@ -135,6 +135,30 @@ def test_plain_prompts_of_the_list_builder_need_no_table():
     assert (local.num_prefills, local.num_decodes, local.from_groups) == (2, 0, True)
 
 
+def test_plain_prompts_of_the_list_builder_have_the_pages_of_their_chunks():
+    """Also where they have no table: the step's page lists know their blocks."""
+    groups = [
+        SequenceGroup(True, [Sequence(0, 5, 0, [4, 7, 9])]),
+        SequenceGroup(False, [Sequence(1, 1, 6, [3, 6, 2, 8])]),
+    ]
+    metadata = CommonMetadataBuilder(2, "flashinfer").build(groups)
+    assert metadata.block_table[0].tolist() == [0, 0, 0, 0]
+    local = local_attention_metadata(metadata, 4, 2)
+    assert local.seq_lens.tolist() == [4, 1, 3]
+    assert local.paged_kv_indptr.tolist() == [0, 2, 3, 5]
+    assert local.paged_kv_indices.tolist() == [4, 7, 9, 2, 8]
+    assert local.paged_kv_last_page_len.tolist() == [2, 1, 1]
+
+
+def test_a_profiling_run_of_the_list_builder_has_no_pages():
+    metadata = CommonMetadataBuilder(2, "flashinfer").build([SequenceGroup(True, [Sequence(0, 5, 0, None)])])
+    local = local_attention_metadata(metadata, 4, 2)
+    assert local.seq_lens.tolist() == [4, 1]
+    assert local.paged_kv_indptr.tolist() == [0, 0, 0]
+    assert local.paged_kv_last_page_len.tolist() == [0, 0]
+    assert not len(local.paged_kv_indices)
+
+
 def list_step(pad=-1, **options):
     builder = CommonMetadataBuilder(2, max_seq_len_to_capture=16, **options)
     return builder.build([SequenceGroup(False, [Sequence(0, 1, 8, [1, 2, 3, 4, 5])])], pad)

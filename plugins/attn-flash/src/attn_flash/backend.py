@@ -65,7 +65,8 @@ class FlashBackend(AttentionBackend):
     def layer(self, **given: Any) -> Layer:
         """A layer's calls: the ``Layer`` of the generation's module, or a subclass of it."""
         facts = {"synchronises": self.probed.synchronises, "device": self.config.device}
-        return self._layer_class(self._library, **facts, **given)
+        with torch.inference_mode(False):  # or what it keeps of sinks could not be written to later
+            return self._layer_class(self._library, **facts, **given)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """``(2, num_blocks, block_size, num_kv_heads, head_size)``, or heads before tokens for the layout HND."""

@@ -50,7 +50,8 @@ class FlashImpl(AttentionImpl):
         self._descales: Tensor | None = None  # of queries, keys and values, for each head of an fp8 cache
         if backend.config.kv_cache_dtype.startswith("fp8"):
             shape = 3, backend.config.num_kv_heads
-            self._descales = torch.ones(shape, dtype=torch.float32, device=backend.config.device)
+            with torch.inference_mode(False):  # or it could not be written to later
+                self._descales = torch.ones(shape, dtype=torch.float32, device=backend.config.device)
             self._fixed["descales"] = self._descales
         self._flash = backend
         self._size_v = backend.config.head_size_v or backend.config.head_size

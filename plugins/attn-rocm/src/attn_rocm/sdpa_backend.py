@@ -79,9 +79,10 @@ class SdpaImpl(RocmImpl):
         if self.slopes is not None:
             bias = -self.slopes[:, None, None] * distance
         bias = bias.masked_fill(hidden, float("-inf")).to(query.dtype)
-        return scaled_dot_product_attention(
-            query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
-        ).transpose(0, 1)
+        with torch.autocast(query.device.type, enabled=False):  # which would round the tensors of a float32 model
+            return scaled_dot_product_attention(
+                query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
+            ).transpose(0, 1)
 
 
 def _times(tokens: Tensor, scale: float | Tensor) -> Tensor:
