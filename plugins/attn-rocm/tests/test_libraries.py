@@ -270,7 +270,7 @@ def test_the_scale_of_nothing_is_right():
 @pytest.mark.parametrize("variant", LAYERS)
 def test_a_step_of_requests_that_have_context_needs_the_cache(variant, monkeypatch):
     """Without it the context would be left out in silence. A step of no tokens needs none, nor do whole prompts."""
-    standins.install(monkeypatch, variant)
+    library = standins.install(monkeypatch, variant)
     backend = standins.backend(variant)
     impl, size = backend.impl("layers.0", scale=1.0), backend.config.block_size
     batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
@@ -282,6 +282,9 @@ def test_a_step_of_requests_that_have_context_needs_the_cache(variant, monkeypat
         return [torch.zeros(tokens, one, backend.config.head_size, dtype=dtype) for one in heads]
 
     assert impl.forward(*given(0), None, builder.build()).shape[0] == 0
+    called = len(library.calls)
+    assert not impl.forward(*given(3), backend.allocate_kv_cache(4), builder.build()).any()  # tensors of padding alone
+    assert len(library.calls) == called
     batch.add_request("a", [1, 2])
     assert impl.forward(*given(3), None, builder.build({"a": 3})).shape[0] == 3
     with pytest.raises(ValueError, match="kv_cache: None found; a step of requests that have context needs"):

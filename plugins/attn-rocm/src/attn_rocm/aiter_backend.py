@@ -142,6 +142,6 @@ class AiterPagedBackend(TritonBackend):
 
 def reads_pages(impl: TritonImpl, kv_cache: Any, metadata: AttentionMetadata, lse: Tensor | None) -> bool:
     """Whether all keys of a step can be read through its block table, by kernels that return no log-sum-exp."""
-    if impl.attn_type is not AttentionType.DECODER or lse is not None or kv_cache is None:
+    if impl.attn_type is not AttentionType.DECODER or lse is not None or kv_cache is None or not metadata.num_tokens:
         return False
     return bool(metadata.block_table.shape[1]) and not (metadata.from_groups and metadata.num_prefills)

@@ -90,6 +90,11 @@ class Launcher:
         num_tokens, num_seqs = len(query), len(starts) - 1
         if not num_tokens:
             return
+        if not num_seqs:  # nothing but padding
+            output.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
+            return
         tile = self._tile(True, query.element_size())
         few = most_queries * tile.heads(self.group) <= tile.rows
         if not few:

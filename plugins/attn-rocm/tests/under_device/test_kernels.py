@@ -339,3 +339,13 @@ def test_no_tokens():
     nothing = torch.empty(0, 4, 16, device=DEVICE)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     launcher(nothing, nothing, None, starts, launch.Keys(starts, 0), scoring(), most_queries=0)
+
+
+def test_padding_alone():
+    """A step without a sequence, whose tensors are longer than it."""
+    launcher = launch.Launcher(4, 2, 16, ARCH)
+    query, starts = torch.randn(3, 4, 16, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    output, lse = torch.full_like(query, math.nan), torch.full((3, 4), math.nan, device=DEVICE)
+    launcher(query, output, lse, starts, launch.Keys(starts[:0], 0), scoring(), most_queries=0)
+    assert not output.any()
+    assert (lse == -math.inf).all()
