@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import flashinfer_standin as standin
 import pytest
@@ -13,6 +14,7 @@ from attncore.builder import (
     Sequence,
     SequenceGroup,
 )
+from attncore.graphs import capturing, launch, new_graph
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.own_list_builder import CapturedListEngine, ListBuilderEngine
 
@@ -44,6 +46,40 @@ def test_captured_sizes_of_its_own_list_builder() -> None:
     for _ in range(8):
         engine.change()
         engine.replayed()
+
+
+@pytest.mark.parametrize("make", [standin.backend, standin.latent_backend], ids=["plain", "latent"])
+def test_a_step_of_a_captured_size_is_replayed_by_its_own_plan(make: Any) -> None:
+    """Also where another step of the size was built since."""
+    backend = make()
+    impl, config = backend.impl("layers.0", scale=0.05), backend.config
+    cache = backend.allocate_kv_cache(32)
+    for view in backend.kv_cache_views(cache):
+        view.normal_()
+    builder = backend.get_builder_cls()(4, max_seq_len_to_capture=64, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    tensors = [torch.zeros(2, one, config.head_size, dtype=torch.bfloat16) for one in heads]
+    with state.graph_capture(2):
+        captured, graph = state.metadata_for_capture(2), new_graph("cpu")
+        with capturing(graph):
+            output = launch(impl.forward, *tensors, cache, captured)
+    steps = {}
+    for length, blocks in ((60, 15), (1, 1)):
+        groups = [
+            SequenceGroup(False, [Sequence(row, 1, length - 1, list(range(1 + row * 15, 1 + row * 15 + blocks)))])
+            for row in range(2)
+        ]
+        steps[length] = builder.build(groups, 0), groups
+    for metadata, groups in steps.values():
+        state.prepare(metadata)
+        state.begin_forward(metadata)
+        for tensor in tensors:
+            tensor.normal_()
+        graph.replay()
+        torch.testing.assert_close(output, impl.forward(*tensors, cache, builder.build(groups)), atol=3e-2, rtol=3e-2)
+        with pytest.raises(ValueError, match="metadata: not of the step that was planned last"):
+            impl.forward(*tensors, cache, next(one for one, _ in steps.values() if one is not metadata))
 
 
 def test_windowed_prompts_of_the_list_builder_are_refused() -> None:

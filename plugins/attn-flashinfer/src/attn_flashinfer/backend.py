@@ -19,7 +19,7 @@ from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import CapturedDecode, LayerSettings, Shape
-from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
+from attncore import AttentionBackend, AttentionMetadata, AttentionState, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import is_capturing, launch, refuse_while_capturing
 
@@ -32,6 +32,18 @@ def _no_owner() -> None:
     """Stands for the builder of a step that none has built."""
 
 
+class FlashInferState(AttentionState):
+    """The buffers that captured sizes of the list builder read."""
+
+    def begin_forward(self, metadata: Any) -> None:
+        """See the base class. A step is planned when it is built; where another step of its size was built since, whose
+        plan a replay would read, it is planned anew, which waits until that plan is on the device.
+        """
+        super().begin_forward(metadata)
+        if getattr(metadata, "from_groups", False) and metadata.use_cuda_graph:
+            self.backend.plan_again(metadata)
+
+
 class FlashInferBackend(AttentionBackend):
     """FlashInfer's paged kernels. Layers of one plan key share a plan; all share one workspace.
 
@@ -42,6 +54,7 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     impl_class = FlashInferImpl
+    state_class = FlashInferState
     list_layout = "flashinfer"
     plans_class: type[KeyPlans] = KeyPlans
 
@@ -140,6 +153,11 @@ class FlashInferBackend(AttentionBackend):
         if not self._follows and self._is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
+
+    def plan_again(self, metadata: AttentionMetadata) -> None:
+        """Plans a padded step of the list builder, where another step of its captured size was planned since."""
+        if any(self.plans_of(key).is_of_another(metadata) for key in self.plan_keys):
+            self.plan(metadata)
 
     def record_plan(self, metadata: AttentionMetadata) -> bool:
         """Records the kernel that plans each step of a captured size; False where the host goes on planning them."""

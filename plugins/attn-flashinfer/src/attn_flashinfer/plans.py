@@ -100,6 +100,7 @@ class KeyPlans:
                 self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
             else:
                 captured.plan(pages)
+                captured.step = metadata.step
                 self.step = StepPlan(ref(metadata), (Part(captured.run, 0, metadata.num_reqs),))
 
     def profiled(self, step: ProfiledStep, longest: int) -> StepPlan:
@@ -122,7 +123,7 @@ class KeyPlans:
             if self._plans_no_decode and place[1] == 1:
                 return self._unplanned(metadata)
             captured = self._captured.get(place) or self._newest_sizes().get(metadata.num_reqs)
-            if captured is not None:
+            if captured is not None and (not metadata.from_groups or captured.step == metadata.step):
                 _ = metadata.paged_kv_indptr  # of adopted steps it is made in the graph, or now, where there is none
                 return StepPlan(no_step, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
@@ -137,6 +138,12 @@ class KeyPlans:
             sizes, self._newest = self._of_list_builder.setdefault(builder, {}), ref(builder)
             sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
             self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
+
+    def is_of_another(self, metadata: AttentionMetadata) -> bool:
+        """Whether the plan of the captured size that a padded step of the list builder is replayed in is of another
+        step."""
+        captured = self._captured_of_list_builder(metadata)
+        return captured is not None and captured.step != metadata.step
 
     def captured_of(self, metadata: AttentionMetadata) -> CapturedDecode | CapturedTrees | None:
         """The captured size that a padded step of the persistent builder, or an adopted one, was planned for."""
