@@ -13,6 +13,7 @@ from attncore.builder import (
     CommonMetadataBuilder,
     Sequence,
     SequenceGroup,
+    metadata_from_fields,
 )
 from attncore.graphs import capturing, launch, new_graph
 from attncore.testing.engines.engine import Engine
@@ -46,6 +47,49 @@ def test_captured_sizes_of_its_own_list_builder() -> None:
     for _ in range(8):
         engine.change()
         engine.replayed()
+
+
+def captured_pair(recorder: standin.Recorder) -> tuple[Any, Any, dict[int, Any]]:
+    """A backend, its state with a captured size of two, and two steps of that size, of 15 pages and of 1 each."""
+    backend = standin.backend(recorder)
+    backend.impl("layers.0", scale=0.05)
+    builder = backend.get_builder_cls()(4, max_seq_len_to_capture=64, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    with state.graph_capture(2):
+        state.metadata_for_capture(2)
+    steps = {}
+    for pages in (15, 1):
+        rows = [Sequence(row, 1, 4 * pages - 1, list(range(1 + row * 15, 1 + row * 15 + pages))) for row in range(2)]
+        steps[pages] = builder.build([SequenceGroup(False, rows)], 0)
+    return backend, state, steps
+
+
+def test_steps_that_came_from_another_process_are_replayed_by_their_own_plans() -> None:
+    """All have the number 0."""
+    recorder = standin.Recorder()
+    backend, state, steps = captured_pair(recorder)
+    received = {pages: metadata_from_fields(step.asdict_zerocopy(), backend) for pages, step in steps.items()}
+    for metadata in received.values():
+        backend.plan(metadata)
+    for pages, metadata in received.items():
+        state.prepare(metadata)
+        state.begin_forward(metadata)
+        assert recorder.of("fast_decode_plan")[-1]["indptr"].tolist() == [0, pages, 2 * pages]
+
+
+def test_a_captured_size_whose_plan_failed_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that fails may have written some of the plan."""
+    recorder = standin.Recorder()
+    backend, state, steps = captured_pair(recorder)
+    state.prepare(steps[1])
+    (size,) = backend.plans_of(backend.plan_keys[0])._captured.values()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(size), "plan", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            backend.plan(steps[15])
+    before = len(recorder.of("fast_decode_plan"))
+    state.begin_forward(steps[1])
+    assert len(recorder.of("fast_decode_plan")) == before + 1
 
 
 @pytest.mark.parametrize("make", [standin.backend, standin.latent_backend], ids=["plain", "latent"])

@@ -22,7 +22,6 @@ class CapturedTrees:
     largest step, ``mask_bytes``; sizes of one builder, whose steps run one after another, may share it.
     """
 
-    step = -1  # no step of the list builder has trees
     layout: Layout | None = None
     why_plan = "the masks of draft trees are made on the host, with each step's plan"
     device_plan: DevicePlan | None = None

@@ -98,7 +98,7 @@ class CapturedLatent:
         query_len: int,
     ) -> None:
         self._shape = shape = shape_of(settings)
-        self.num_reqs, self.query_len, self.step = num_reqs, query_len, -1
+        self.num_reqs, self.query_len = num_reqs, query_len
         self.device_plan: None = None
         self.why_plan = "plans of latent attention are made on the host"
         on_host: Any = {"dtype": torch.int32, "device": "cpu"}

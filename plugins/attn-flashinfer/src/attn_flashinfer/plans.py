@@ -83,6 +83,8 @@ class KeyPlans:
         self._of_list_builder: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
         self._newest: Callable[[], Any] = no_step
         """The builder of the list builder that captured last."""
+        self._of_steps: WeakKeyDictionary[Any, tuple[int, Callable[[], Any]]] = WeakKeyDictionary()
+        """By captured size of the list builder: the number of the step that it was planned for last, and that step."""
         self._plans_no_decode = tools.kernel == "xqa"
 
     def plan(self, metadata: AttentionMetadata, pages: Pages) -> None:
@@ -99,8 +101,9 @@ class KeyPlans:
             if captured is None:  # padded, and run without a graph
                 self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
             else:
+                self._of_steps.pop(captured, None)  # a plan that fails may have taken the last one's place
                 captured.plan(pages)
-                captured.step = metadata.step
+                self._of_steps[captured] = metadata.step, ref(metadata)
                 self.step = StepPlan(ref(metadata), (Part(captured.run, 0, metadata.num_reqs),))
 
     def profiled(self, step: ProfiledStep, longest: int) -> StepPlan:
@@ -122,8 +125,13 @@ class KeyPlans:
             place = _place(metadata)
             if self._plans_no_decode and place[1] == 1:
                 return self._unplanned(metadata)
-            captured = self._captured.get(place) or self._newest_sizes().get(metadata.num_reqs)
-            if captured is not None and (not metadata.from_groups or captured.step == metadata.step):
+            captured = self._captured.get(place)
+            if captured is None:  # a step of the list builder, or one that came from another process
+                captured = self._newest_sizes().get(metadata.num_reqs)
+                planned = captured is not None and not self._is_of_another(captured, metadata)
+            else:
+                planned = not metadata.from_groups or self._number(captured) == metadata.step
+            if captured is not None and planned:
                 _ = metadata.paged_kv_indptr  # of adopted steps it is made in the graph, or now, where there is none
                 return StepPlan(no_step, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
@@ -140,10 +148,18 @@ class KeyPlans:
             self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
 
     def is_of_another(self, metadata: AttentionMetadata) -> bool:
-        """Whether the plan of the captured size that a padded step of the list builder is replayed in is of another
-        step."""
+        """Whether a padded step of the list builder is replayed in a captured size whose plan is of another step."""
         captured = self._captured_of_list_builder(metadata)
-        return captured is not None and captured.step != metadata.step
+        return captured is not None and self._is_of_another(captured, metadata)
+
+    def _is_of_another(self, captured: CapturedDecode, metadata: AttentionMetadata) -> bool:
+        """The same of a captured size. Steps that no builder of this process built have no number of their own."""
+        number, step = self._of_steps.get(captured, (-1, no_step))
+        return number != metadata.step or (metadata.source is None and step() is not metadata)
+
+    def _number(self, captured: CapturedDecode | CapturedTrees) -> int:
+        """The number of the step of the list builder that a captured size was planned for last; -1: none."""
+        return self._of_steps.get(captured, (-1, no_step))[0]
 
     def captured_of(self, metadata: AttentionMetadata) -> CapturedDecode | CapturedTrees | None:
         """The captured size that a padded step of the persistent builder, or an adopted one, was planned for."""

@@ -184,8 +184,6 @@ class CapturedDecode:
             self.num_reqs, query_len, shape.num_heads, shape.num_kv_heads, shape.block_size,
             self._keywords["window_left"], device_plan.processors(shape.device),
         )  # fmt: skip
-        self.step = -1
-        """The number of the step of the list builder that was planned last."""
         self.layout: Layout | None = None
         """Of the plans that the device makes; None: it makes none, and ``why_plan`` says why."""
         self.why_plan = "nothing was asked of the device"
