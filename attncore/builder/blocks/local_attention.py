@@ -157,7 +157,15 @@ def _chunks_of_pages(
     profiling run, which has none.
     """
     indptr, indices = host.paged_kv_indptr, host.paged_kv_indices
-    held = np.diff(indptr)[virtual.request_indices] > 0
+    pages, wanted = np.diff(indptr), -(-host.seq_lens // block_size)
+    other = np.flatnonzero((pages > 0) & (pages != wanted))
+    if len(other):
+        row = int(other[0])
+        raise ValueError(
+            f"block_size: {block_size} found, but row {row} has {counted(host.seq_lens[row], 'token')} in "
+            f"{counted(pages[row], 'page')}, not {wanted[row]}; give the block size of the step's builder"
+        )
+    held = pages[virtual.request_indices] > 0
     counts = np.where(held, -(-virtual.seq_lens // block_size), 0)
     starts = host_functions.build_query_start_loc(counts)
     first = indptr[virtual.request_indices] + virtual.chunk_indices * blocks_per_chunk

@@ -150,6 +150,15 @@ def test_plain_prompts_of_the_list_builder_have_the_pages_of_their_chunks():
     assert local.paged_kv_last_page_len.tolist() == [2, 1, 1]
 
 
+@pytest.mark.parametrize(("block_size", "pages"), [(1, 5), (4, 2)])
+def test_pages_of_another_block_size_are_refused(block_size, pages):
+    """Plain prompts have no table that would be too short."""
+    metadata = CommonMetadataBuilder(2, "flashinfer").build([SequenceGroup(True, [Sequence(0, 5, 0, [4, 7, 9])])])
+    error = f"^block_size: {block_size} found, but row 0 has 5 tokens in 3 pages, not {pages}; give the block size"
+    with pytest.raises(ValueError, match=error):
+        local_attention_metadata(metadata, 4, block_size)
+
+
 def test_a_profiling_run_of_the_list_builder_has_no_pages():
     metadata = CommonMetadataBuilder(2, "flashinfer").build([SequenceGroup(True, [Sequence(0, 5, 0, None)])])
     local = local_attention_metadata(metadata, 4, 2)
