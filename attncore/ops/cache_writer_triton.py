@@ -76,10 +76,10 @@ def store(
     try:
         at = key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr()
         kind = _kind_of(key, value, key_cache, value_cache, slot_mapping, at)
-    except RuntimeError:  # a sparse tensor has none of these
+        known = launches.get(kind) if launches else None
+    except Exception:  # no tensor, or a sparse one, which has none of these
         check_tensors(key, value, key_cache, value_cache, slot_mapping)
         raise
-    known = launches.get(kind) if launches else None
     if known is not None:
         launch, others = known
         launch(num_tokens, 1, *at, *others)

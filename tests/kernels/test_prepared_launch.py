@@ -11,6 +11,7 @@ from attncore.builder.device import triton_kernels
 from attncore.kernels import prepared_launch as module
 from attncore.ops import cache_writer_triton
 from attncore.ops.cache_writer import CacheWriter
+from attncore.ops.cache_writer_checks import NAMES
 
 TRIAL = (1000, 0, 4)
 
@@ -250,15 +251,35 @@ def test_what_a_kernel_would_read_outside_of_is_refused_among_known_kinds(monkey
 class Liar:
     """No tensor, but an object that has what is asked of one, with an address of its own."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor, **others):
         self.shape, self.dtype, self.device, self.stride = tensor.shape, tensor.dtype, tensor.device, tensor.stride
         self.dim, self.is_cuda = tensor.dim, True
+        vars(self).update(others)
 
     def __len__(self):
         return self.shape[0]
 
     def data_ptr(self):
         return 4096
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "named"),
+    [
+        (lambda tensor: tensor.numpy(), "ndarray"),  # of the shape that the writer knows
+        (lambda tensor: Liar(tensor, data_ptr=None), "Liar"),
+        (lambda tensor: Liar(tensor, stride=lambda: [16, 8, 1]), "Liar"),  # which cannot be looked up
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 4])
+def test_what_has_not_all_of_a_tensor_is_none(monkeypatch, spoilt, named, index):
+    monkeypatch.setattr(cache_writer_triton, "store_both", Kernel())
+    monkeypatch.setattr(cache_writer_triton, "prepared_launch", lambda *_: pytest.fail)
+    given, kept = [*new_tokens(4), *torch.zeros(2, 3, 4, 2, 8), torch.arange(4)], {}
+    cache_writer_triton.store(*given, 1.0, 1.0, 0.0, kept)
+    given[index] = spoilt(given[index])
+    with pytest.raises(TypeError, match=rf"^{NAMES[index]}: {named} found"):
+        cache_writer_triton.store(*given, 1.0, 1.0, 0.0, kept)
 
 
 def test_a_liar_among_known_kinds_is_no_tensor(monkeypatch):
