@@ -412,6 +412,9 @@ class MetadataBuilder(RunsAhead, Uncopied):
                 if assembly.ahead is not None:
                     assembly.ahead.stop_inside()
                 assembly.side.close()
+                if self._core.ahead is assembly.ahead:
+                    self._core.undo.append((setattr, self._core, "ahead", self._core.ahead))
+                    self._core.ahead = None  # which would keep this builder, and its memory, with the batch
             self._decode_step = self._padded_step = _no_short_way
             self._sent_step = self._sent_ahead = None
             assembly.closed = self._longer = True

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,24 @@ def test_a_second_builder_starts_from_nothing(batch, monkeypatch):
         9,
         10,
     ]
+
+
+@pytest.mark.parametrize("replayed", [None, 0, 1, 2])
+def test_a_closed_builder_goes_with_its_last_reference(batch, replayed):
+    """The batch holds steps ahead only while some may be left."""
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
+    made.capture(2)
+    if replayed is not None:
+        steps = made.run_ahead(2, bucket=2)
+        for _ in range(replayed):
+            steps.replay(SimpleNamespace(replay=lambda: None))
+        del steps
+    made.close()
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    assert batch.num_computed_tokens("a") == 3 + (replayed or 0)
 
 
 def test_a_dropped_transport_frees_its_memory_at_once(batch):
