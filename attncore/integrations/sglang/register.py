@@ -59,14 +59,15 @@ def refused_version(version: str) -> str | None:
 
 
 def _installed() -> tuple[str, ...]:
-    """Names of the backends that are found; none, and a warning, where they cannot be listed.
+    """Names of the backends that are found or known; none, and a warning, where they cannot be listed.
 
     No plugin is imported: one that hangs or crashes would end every process of an SGLang that runs its own backends.
     """
     try:
         from attncore.registry.plugins.discover import find
+        from attncore.registry.plugins.known_backends import KNOWN
 
-        return tuple(record.name for record in find())
+        return (*(record.name for record in find()), *KNOWN)  # one that is not installed is an error that says so
     except Exception as error:  # SGLang starts with its own backends all the same
         logged(_logger, logging.WARNING, "the installed backends cannot be listed: %s", describe_error(error))
         return ()

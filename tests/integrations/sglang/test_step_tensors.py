@@ -126,6 +126,7 @@ def test_each_name_is_registered_once(engine):
     assert names[0] == "attncore"
     installed = {one.name for one in entry_points(group="attncore.backends")}  # none where attncore is only on the path
     assert {f"attncore_{name}" for name in installed & {"reference"}} <= set(names)
+    assert "attncore_flash" in names  # installed or not: what is missing is said where it is named
     assert engine.choices.attention == engine.choices.draft == names
 
 
