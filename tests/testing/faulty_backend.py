@@ -76,3 +76,14 @@ def init(self, backend, layer_name, **features):
     super(Impl, self).__init__(backend, layer_name, **features)
 Impl.__init__ = init
 """
+
+
+NOT_READ = """
+def {name}(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+    found = getattr(metadata.host, {field!r}, None)
+    if found is not None and ({where}):
+        metadata = changed(metadata, {field}=found * 0)
+    return super(Impl, self).{name}(query, key, value, kv_cache, metadata, output, write=write)
+Impl.{name} = {name}
+"""
+"""Code of a method that takes a field of the step for zeros in some calls."""

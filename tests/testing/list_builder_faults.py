@@ -136,4 +136,21 @@ class State(AttentionState):
 Backend.state_class = State
 """,
     ),
+    Fault(
+        "a_captured_size_with_the_plan_of_the_last_build",
+        CAPTURED,
+        "whose arrays and metadata.kept are that step's",
+        """
+def plan_layers(self, metadata, key):
+    if metadata.use_cuda_graph and metadata.builder is None:
+        vars(self).setdefault("lens", {})[metadata.num_reqs] = np.array(metadata.host.seq_lens)
+Backend.plan_layers = plan_layers
+"""
+        + forward("""
+if metadata.use_cuda_graph and metadata.builder is None:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, seq_lens=vars(self.backend)["lens"][metadata.num_reqs])
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
 )

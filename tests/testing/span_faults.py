@@ -1,6 +1,6 @@
 """Faults of bidirectional spans; each names the test of the kit that must find it."""
 
-from testing.faulty_backend import Fault, forward
+from testing.faulty_backend import NOT_READ, Fault, forward
 
 SPANS = "features={'bidirectional_spans', 'sliding_window', 'alibi', 'sinks', 'logits_soft_cap', 'multi_token_decode'}"
 SHAPE = "test_spans_of_any_shape"
@@ -169,5 +169,19 @@ if beside is not None and scoring.sliding_window is not None:
     beside &= distance < scoring.sliding_window + 64
 """),
         SPANS,
+    ),
+    Fault(
+        "spans_not_read_without_writing",
+        "test_spans_by_another_method[write=False]",
+        "; it is as if its tokens were in no span: span_ends was not read",
+        NOT_READ.format(where="not write", name="forward", field="span_ends"),
+        SPANS,
+    ),
+    Fault(
+        "spans_not_read_with_the_log_sum_exp",
+        "test_spans_by_another_method[forward_with_lse]",
+        "; it is as if its tokens were in no span: span_ends was not read",
+        NOT_READ.format(where="True", name="forward_with_lse", field="span_ends"),
+        "features={'bidirectional_spans', 'lse'}",
     ),
 )

@@ -40,6 +40,16 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
     ),
     Fault(
+        "values_take_the_strides_of_keys",
+        "test_strided_tensors[gaps]",
+        "with strided tensors (gaps",
+        forward("""
+if key.shape == value.shape:
+    value = torch.as_strided(value, value.shape, key.stride())
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
         "assumes_a_contiguous_output",
         "test_strided_tensors",
         "wrote beside its strided output",

@@ -1,6 +1,6 @@
 """Faults of draft trees; each names the test of the kit that must find it."""
 
-from testing.faulty_backend import Fault, forward
+from testing.faulty_backend import NOT_READ, Fault, forward
 
 TREES = "features={'tree_mask', 'sliding_window', 'multi_token_decode'}"
 SHAPE = "test_draft_trees_of_any_shape"
@@ -155,5 +155,19 @@ for cache in kv_caches if self.config.use_mla else [kv_caches]:
     super(Backend, self).move_slots([cache] if self.config.use_mla else cache, moves)
 """),
         f"{TREES}, use_mla=True, head_size_v=MultipleOf(4)",
+    ),
+    Fault(
+        "tree_mask_not_read_without_writing",
+        "test_draft_trees_by_another_method[write=False]",
+        "; it is as if each token saw all before it, siblings too: tree_mask was not read",
+        NOT_READ.format(where="not write", name="forward", field="tree_mask"),
+        TREES,
+    ),
+    Fault(
+        "tree_mask_not_read_with_the_log_sum_exp",
+        "test_draft_trees_by_another_method[forward_with_lse]",
+        "; it is as if each token saw all before it, siblings too: tree_mask was not read",
+        NOT_READ.format(where="True", name="forward_with_lse", field="tree_mask"),
+        "features={'tree_mask', 'multi_token_decode', 'lse'}",
     ),
 )

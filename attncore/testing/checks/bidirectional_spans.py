@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import NUM_BLOCKS
+from attncore.testing.engines.reading_engine import ReadingEngine
 from attncore.testing.engines.span_engine import SpanEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
@@ -17,6 +18,7 @@ __all__ = [
     "test_long_spans",
     "test_short_spans_that_count_as_decodes",
     "test_spans_behind_a_window",
+    "test_spans_by_another_method",
     "test_spans_in_chunks",
     "test_spans_of_any_shape",
     "test_spans_over_random_batches",
@@ -32,6 +34,11 @@ SHAPES = {
     "single tokens": (8, [(1, 2), (4, 5)]),
 }
 """Tokens of a prompt, and its spans."""
+
+
+class ReadingSpanEngine(ReadingEngine, SpanEngine):
+    """Spans of a layer that attends without writing."""
+
 
 LONG = 600  # tokens of a prompt: more than a kernel reads, and more queries than it takes, in one part
 
@@ -73,6 +80,23 @@ def test_spans_of_any_shape(attncore_subject: Subject, shape: str) -> None:
     engine, tokens = _of_shape(attncore_subject, shape)
     engine.step({"plain": 5})
     engine.step({"plain": tokens - 5, "spans": tokens, "again": tokens})
+
+
+@covers("bidirectional_spans")
+@pytest.mark.parametrize("method", ["write=False", "forward_with_lse"])
+def test_spans_by_another_method(attncore_subject: Subject, method: str) -> None:
+    """What a span's tokens see of each other is in the cache already, or the log-sum-exp is asked for, too."""
+    attncore_subject.require("bidirectional_spans")
+    attncore_subject.require_phase("prefill")
+    backend, engine = attncore_subject.backend(), None
+    if method == "forward_with_lse":
+        attncore_subject.require("lse")
+        engine = SpanEngine(backend, with_lse=True)
+    engine = engine or ReadingSpanEngine(backend, written_by="write_cache")
+    for shape, (tokens, spans) in SHAPES.items():
+        engine.add(shape, tokens + 1)
+        engine.set_spans(shape, spans)
+    engine.step({shape: tokens for shape, (tokens, _) in SHAPES.items()})
 
 
 @covers("bidirectional_spans")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attncore.builder import CommonAttentionMetadata
+from attncore.builder import CommonAttentionMetadata, slice_by_requests, slice_metadata
+from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.compare import check_output
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
@@ -31,6 +32,7 @@ __all__ = [
     "test_many_requests_in_a_step",
     "test_mixed_batch",
     "test_output_is_written_where_it_is_asked",
+    "test_parts_of_a_step",
     "test_prefill",
     "test_scale",
     "test_scores_whose_exponential_is_no_float32",
@@ -76,6 +78,28 @@ def test_mixed_batch(attncore_subject: Subject, attncore_examples: int) -> None:
     """Decodes beside prompts and chunks, in one call."""
     attncore_subject.require_phase("prefill", "decode")
     _explore(attncore_subject, attncore_examples)
+
+
+@covers("mixed batches")
+@pytest.mark.parametrize("parts", ["decodes and prefills", "slices"])
+def test_parts_of_a_step(attncore_subject: Subject, parts: str) -> None:
+    """Views of a step, planned and run one after another: its decodes and its prefills, and slices at requests."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = BuilderEngine(attncore_subject.backend(), depth=2)
+    size = engine.block_size
+    batch = [(0, size + 1), (3, 1), (size, 5), (2 * size - 1, 1), (size + 2, 1), (0, 2)]
+    for name, (context, count) in enumerate(batch):
+        engine.add(name, context + count)
+    engine.fill({name: context for name, (context, _) in enumerate(batch)})
+    engine.run_parts({name: count for name, (_, count) in enumerate(batch)}, _views if parts != "slices" else _slices)
+
+
+def _views(step: CommonAttentionMetadata) -> list[Any]:
+    return [step.prefill_metadata, step.decode_metadata]
+
+
+def _slices(step: CommonAttentionMetadata) -> list[Any]:
+    return [slice_metadata(step, one) for one in slice_by_requests(step.query_lens.tolist(), 3)]
 
 
 @covers("lengths around a block")

@@ -12,6 +12,7 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES
+from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_captured_sizes_see_sinks_that_are_set", "test_sinks_set_after_the_layer_is_made"]
@@ -26,6 +27,7 @@ def test_sinks_set_after_the_layer_is_made(attncore_subject: Subject, kind: str)
     attncore_subject.require("sinks")
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
     engine = Engine(backend, **_given(kind, BEFORE))
+    other = backend.impl("layers.1", **{**engine.features, **_given(kind, BEFORE)})
     batch = attncore_subject.around_a_block(backend.config.block_size)
     run_batch(engine, batch)
     for earlier, wanted in ((BEFORE, AFTER), (AFTER, BEFORE)):
@@ -34,6 +36,10 @@ def test_sinks_set_after_the_layer_is_made(attncore_subject: Subject, kind: str)
         _set(engine, kind, earlier, wanted)
         run_batch(engine, batch)
         run_decodes_alone(engine)
+    _set(engine, kind, BEFORE, AFTER)
+    kept, made_with = (torch.as_tensor(given, dtype=torch.float32).cpu() for given in (other.sinks, BEFORE["sinks"]))
+    if not torch.allclose(kept, made_with, rtol=1e-2):
+        raise ConformanceError("set_sinks changed the sinks of another layer, which was made with the same")
 
 
 @covers("sinks set later")

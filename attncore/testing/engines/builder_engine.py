@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from attncore.builder import MetadataBuilder
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.steps_on_device import plan
 
 if TYPE_CHECKING:
     from attncore.builder import CommonAttentionMetadata
@@ -38,6 +39,14 @@ class BuilderEngine(Engine):
     def build(self, scheduled: Mapping[Any, int], *, overlapped: bool = False) -> CommonAttentionMetadata:
         """The planned step of ``scheduled`` alone, which ``run_built`` runs. It counts as computed."""
         return self.builder.build(self.scheduled(dict(scheduled)), overlapped=overlapped)
+
+    def run_parts(
+        self, scheduled: Mapping[Any, int], parts: Callable[[CommonAttentionMetadata], Iterable[Any]]
+    ) -> None:
+        """Run a step for ``scheduled`` alone in ``parts``, views that are planned one by one."""
+        for part in parts(self.build(scheduled)):
+            plan(self.backend, part)
+            self.run_built(part, scheduled)
 
     def run_built(self, built: CommonAttentionMetadata, scheduled: Mapping[Any, int]) -> Tensor:
         """Run a step that was built, after all that were built before it. Returns the output on the host."""

@@ -72,9 +72,24 @@ class OwnListBuilder:
         else:
             metadata = self.lists.build(groups, pad)
             if bucket is not None:
-                self.state.prepare(metadata)
+                metadata = self._prepared(metadata, groups, pad)
         metadata.req_ids = tuple(names)
         self.state.begin_forward(metadata)
+        return metadata
+
+    def _prepared(self, metadata: CommonAttentionMetadata, groups: list[SequenceGroup], pad: int) -> Any:
+        """The step of ``groups``, written to its captured size after another of the size was built: of one of its
+        requests. A library that keeps the plan of the last one may refuse it; it is built again then.
+        """
+        self.lists.build(groups[:1], pad + len(groups) - 1)
+        try:
+            self.state.prepare(metadata)
+            self.state.begin_forward(metadata)
+        except ValueError as error:
+            if not str(error).startswith("metadata"):
+                raise
+            metadata = self.lists.build(groups, pad)
+            self.state.prepare(metadata)
         return metadata
 
     def advance(self, metadata: CommonAttentionMetadata) -> None:

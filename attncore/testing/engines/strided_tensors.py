@@ -97,10 +97,10 @@ def fused(*parts: Tensor) -> list[Tensor]:
     return [piece.view(part.shape) for piece, part in zip(slices, parts, strict=True)]
 
 
-def gapped(part: Tensor) -> Tensor:
-    """A copy of a tensor (T, heads, size) with ``GAP`` elements between its heads."""
+def gapped(part: Tensor, gap: int = GAP) -> Tensor:
+    """A copy of a tensor (T, heads, size) with ``gap`` elements between its heads."""
     tokens, heads, size = part.shape
-    found = part.new_full((tokens, heads, size + GAP), BETWEEN)[:, :, :size]
+    found = part.new_full((tokens, heads, size + gap), BETWEEN)[:, :, :size]
     found.copy_(part)
     return found
 
@@ -110,7 +110,8 @@ def _strided(parts: Mapping[str, Tensor | None], layout: str) -> tuple[dict[str,
     have another number than the queries of a cross layer)."""
     held = {name: part for name, part in parts.items() if part is not None}
     if layout == "gaps":
-        return held, {name: gapped(part) for name, part in held.items()}
+        # Values by other strides than keys, as where those are new tensors, rotated, and these a slice.
+        return held, {name: gapped(part, 2 * GAP if name == "value" else GAP) for name, part in held.items()}
     given: dict[str, Tensor] = {}
     for length in {len(part) for part in held.values()}:
         together = {name: part for name, part in held.items() if len(part) == length}
