@@ -5,6 +5,7 @@ import types
 import pytest
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig
+from attncore.reference import ReferenceBackend
 
 torch = pytest.importorskip("torch")
 
@@ -245,3 +246,21 @@ def test_views_of_bytes_that_are_made_in_inference_mode_can_be_written_to_outsid
     with torch.inference_mode():
         for form in (cache, tuple(cache)):
             assert not any(view.is_inference() for view in made.kv_cache_views(form))
+
+
+@pytest.mark.parametrize("kind", [Backend, ReferenceBackend])
+@pytest.mark.parametrize("pairs", [False, True], ids=["whole", "pairs"])
+def test_blocks_go_between_an_fp8_cache_of_floats_and_one_of_bytes(kind, pairs):
+    base = {"num_heads": 4, "num_kv_heads": HEADS, "head_size": HEAD, "dtype": "float32", "block_size": SIZE}
+    made = kind(BackendConfig(**base, kv_cache_dtype="fp8_e4m3"))
+    for one_is_bytes in (False, True):
+        caches = [made.allocate_kv_cache(BLOCKS) for _ in range(2)]
+        given = [tuple(cache) if pairs else cache for cache in caches]
+        given[one_is_bytes] = tuple(caches[one_is_bytes].view(torch.uint8))
+        if not pairs:
+            given[one_is_bytes] = caches[one_is_bytes].view(torch.uint8)
+        caches[0].view(torch.uint8).copy_(numbered(caches[0].shape) % 100)
+        made.swap_blocks(*given, [[1, 3]])
+        assert torch.equal(*(cache.view(torch.uint8)[:, block] for cache, block in zip(caches, (1, 3), strict=True)))
+    with pytest.raises(ValueError, match=r"has .*float8_e4m3fn"):
+        made.swap_blocks(caches[0], caches[1].view(torch.float8_e5m2), [[1, 3]])

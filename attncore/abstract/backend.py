@@ -357,6 +357,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """What ``swap_blocks`` copies, checked: the axis of blocks, parts of both caches, and the pairs."""
         import torch
 
+        from attncore.abstract.cache_views import held_as_bytes
         from attncore.array_arguments import block_pairs  # it imports NumPy
         from attncore.ops.written_tensor import check_strided, check_written
 
@@ -371,10 +372,15 @@ class AttentionBackend(FirstGenerationNames, ABC):
             ):
                 self._check_nothing_beside(name, kv_cache, shown)
             axis, parts = 0, list(zip(*views, strict=True))
+        own = self.kv_cache_torch_dtype()
         for source, target in parts:
             check_strided("src_kv_cache", source)
             check_written("dst_kv_cache", target)
-            blocks = [[*part.shape[:axis], *part.shape[axis + 1 :], part.dtype] for part in (source, target)]
+            blocks = [
+                # bytes are those of the backend's own dtype
+                [*part.shape[:axis], *part.shape[axis + 1 :], own if held_as_bytes(part, own) else part.dtype]
+                for part in (source, target)
+            ]
             if blocks[0] != blocks[1]:
                 raise ValueError(f"dst_kv_cache: blocks of {blocks[1]} found; src_kv_cache has {blocks[0]}")
         if not isinstance(src_to_dst, torch.Tensor) or src_to_dst.is_cpu:

@@ -58,10 +58,17 @@ def _floats(part: Tensor, dtype: Any) -> Tensor:
     """``part``, as floats where an engine has allocated them as bytes."""
     import torch
 
-    if part.dtype != torch.uint8 or dtype.itemsize != 1:
+    if not held_as_bytes(part, dtype):
         return part
     with torch.inference_mode(False):  # or a layer that keeps it could not write to it outside of that mode
         return part.view(dtype)
+
+
+def held_as_bytes(part: Tensor, dtype: Any) -> bool:
+    """Whether a part of a cache of ``dtype``, a float of a byte, was allocated as bytes."""
+    import torch
+
+    return part.dtype == torch.uint8 and dtype.itemsize == 1
 
 
 def _of_whole(kv_cache: Tensor, config: BackendConfig, size_v: int, block_axis: int) -> tuple[Tensor, Tensor] | None:

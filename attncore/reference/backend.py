@@ -240,4 +240,14 @@ class ReferenceBackend(AttentionBackend):
         """Copy blocks to another cache, say on the CPU; see ``attncore.reference.cache.swap_blocks``."""
         if isinstance(src_kv_cache, Tensor) != isinstance(dst_kv_cache, Tensor):  # a pair, and a whole one
             src_kv_cache, dst_kv_cache = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
-        paged.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+        dtype = self.kv_cache_torch_dtype()
+        paged.swap_blocks(_as_floats(src_kv_cache, dtype), _as_floats(dst_kv_cache, dtype), src_to_dst)
+
+
+def _as_floats(kv_cache: Any, dtype: torch.dtype) -> Any:
+    """A cache as floats where an engine has allocated it as bytes, whole or a pair."""
+    if dtype.itemsize != 1 or not isinstance(kv_cache, Tensor | tuple | list):
+        return kv_cache
+    if isinstance(kv_cache, Tensor):
+        return paged.as_floats(kv_cache, dtype)
+    return [paged.as_floats(part, dtype) if isinstance(part, Tensor) else part for part in kv_cache]
