@@ -10,6 +10,7 @@ import flash_standin as standin
 import pytest
 import torch
 
+from attncore import CacheWriter
 from attncore.builder import (
     CascadeRule,
     CommonMetadataBuilder,
@@ -299,3 +300,49 @@ def test_decodes_of_a_profiling_run_have_no_table(generation: str, cached: bool)
     found = backend.impl("0", scale=0.25).forward(*given, backend.allocate_kv_cache(8) if cached else None, metadata)
     for mine in (slice(0, 3), slice(3, 4)):
         close(found[mine], dense_attention(*(part[mine].float() for part in given), scale=0.25))
+
+
+def decode_step(backend: Any, size: int) -> Any:
+    """A step of the sixth token of a request in block 1."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=size, block_size=size)
+    batch.add_request("a", [1], 5)
+    return MetadataBuilder(batch, backend, max_num_batched_tokens=64).build()
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("then", [0, 1])
+def test_a_layer_that_was_interrupted_while_it_took_a_cache(
+    generation: str, monkeypatch: pytest.MonkeyPatch, then: int
+) -> None:
+    """It writes to the cache that it is given next, and reads that."""
+    backend, given = standin.create(generation), tensors(1)
+    impl, another = (backend.impl(f"layers.{index}", scale=0.25) for index in range(2))
+    metadata, caches = decode_step(backend, standin.BLOCK[generation]), [backend.allocate_kv_cache(4) for _ in range(2)]
+    for cache in caches:
+        for view in backend.kv_cache_views(cache):
+            view.normal_()
+    impl.forward(*given, caches[0], metadata)
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheWriter, "into", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            impl.forward(*given, caches[1], metadata)
+    expected = another.forward(*given, caches[then].clone(), metadata)
+    assert torch.equal(impl.forward(*given, caches[then], metadata), expected)
+    assert torch.equal(backend.kv_cache_views(caches[then])[0][1, 5], given[1][0])
+
+
+@pytest.mark.parametrize("kind", [list, type("Pair", (list,), {})])
+def test_a_list_whose_tensors_are_exchanged(generation: str, kind: Any) -> None:
+    backend, new = standin.create(generation), tensors(1)
+    impl, another = (backend.impl(f"layers.{index}", scale=0.25) for index in range(2))
+    metadata = decode_step(backend, standin.BLOCK[generation])
+    given = kind(backend.kv_cache_views(backend.allocate_kv_cache(4)))
+    for step in range(3):
+        given[:] = [part.clone() for part in given]  # in place, as an engine that exchanges them
+        for part in given:
+            part.normal_()
+        expected = another.forward(*new, tuple(part.clone() for part in given), metadata)
+        assert torch.equal(impl.forward(*new, given, metadata), expected), step

@@ -8,6 +8,7 @@ import flashinfer_standin as standin
 import pytest
 import torch
 
+from attncore import CacheWriter
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.dense import dense_attention
 from attncore.testing.engines.engine import Engine
@@ -64,3 +65,48 @@ def test_a_cache_that_is_given_other_memory(form: str, layout: str) -> None:
         values.append(key[..., : config.head_size_v].float() if latent else value.float())
         expected = dense_attention(query.float(), torch.cat(keys), torch.cat(values), scale=0.05)
         torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=3e-2)
+
+
+def decode_step(backend: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A step of the sixth token of a request in block 1, and its tensors."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=16)
+    batch.add_request("a", [1], 5)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build()
+    return metadata, [torch.randn(1, heads, 64).bfloat16() for heads in (4, 2, 2)]
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("then", [0, 1])
+def test_a_layer_that_was_interrupted_while_it_took_a_cache(monkeypatch: pytest.MonkeyPatch, then: int) -> None:
+    """It writes to the cache that it is given next, and reads that."""
+    backend = standin.backend(block_size=16)
+    impl, another = (backend.impl(f"layers.{index}", scale=0.05) for index in range(2))
+    (metadata, given), caches = decode_step(backend), [backend.allocate_kv_cache(4) for _ in range(2)]
+    for cache in caches:
+        for view in backend.kv_cache_views(cache):
+            view.normal_()
+    impl.forward(*given, caches[0], metadata)
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheWriter, "into", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            impl.forward(*given, caches[1], metadata)
+    expected = another.forward(*given, caches[then].clone(), metadata)
+    assert torch.equal(impl.forward(*given, caches[then], metadata), expected)
+    assert torch.equal(backend.kv_cache_views(caches[then])[0][1, 5], given[1][0])
+
+
+@pytest.mark.parametrize("kind", [list, type("Pair", (list,), {})])
+def test_a_list_whose_tensors_are_exchanged(kind: Any) -> None:
+    backend = standin.backend(block_size=16)
+    impl, another = (backend.impl(f"layers.{index}", scale=0.05) for index in range(2))
+    metadata, new = decode_step(backend)
+    given = kind(backend.kv_cache_views(backend.allocate_kv_cache(4)))
+    for step in range(3):
+        given[:] = [part.clone() for part in given]  # in place, as an engine that exchanges them
+        for part in given:
+            part.normal_()
+        expected = another.forward(*new, tuple(part.clone() for part in given), metadata)
+        assert torch.equal(impl.forward(*new, given, metadata), expected), step

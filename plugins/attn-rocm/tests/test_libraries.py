@@ -8,6 +8,7 @@ import pytest
 import rocm_standins as standins
 import torch
 
+from attncore import CacheWriter
 from attncore.builder import InputBatch, MetadataBuilder, metadata_from_fields
 from attncore.builder.fields import ARRAYS
 from attncore.testing.engines.engine import Engine
@@ -323,3 +324,50 @@ def test_torchs_kernels_compute_in_the_models_dtype_inside_autocast(monkeypatch)
     expected = impl.forward(*tensors, kv_cache, metadata)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(impl.forward(*tensors, kv_cache, metadata), expected)
+
+
+def decode_step(backend):
+    """A step of the sixth token of a request in block 1, and its tensors."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=16)
+    batch.add_request("a", [1], 5)
+    given = [torch.randn(1, heads, backend.config.head_size).bfloat16() for heads in (4, 2, 2)]
+    return MetadataBuilder(batch, backend, max_num_batched_tokens=8).build(), given
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("then", [0, 1])
+def test_a_layer_that_was_interrupted_while_it_took_a_cache(monkeypatch, then):
+    """It writes to the cache that it is given next, and reads that."""
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("sdpa")
+    impl, another = (backend.impl(f"layers.{index}", scale=1.0) for index in range(2))
+    (metadata, given), caches = decode_step(backend), [backend.allocate_kv_cache(4) for _ in range(2)]
+    for cache in caches:
+        for view in backend.kv_cache_views(cache):
+            view.normal_()
+    impl.forward(*given, caches[0], metadata)
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheWriter, "into", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            impl.forward(*given, caches[1], metadata)
+    expected = another.forward(*given, caches[then].clone(), metadata)
+    assert torch.equal(impl.forward(*given, caches[then], metadata), expected)
+    assert torch.equal(backend.kv_cache_views(caches[then])[0][1, 5], given[1][0])
+
+
+@pytest.mark.parametrize("kind", [list, type("Pair", (list,), {})])
+def test_a_list_whose_tensors_are_exchanged(monkeypatch, kind):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("sdpa")
+    impl, another = (backend.impl(f"layers.{index}", scale=1.0) for index in range(2))
+    metadata, new = decode_step(backend)
+    given = kind(backend.kv_cache_views(backend.allocate_kv_cache(4)))
+    for step in range(3):
+        given[:] = [part.clone() for part in given]  # in place, as an engine that exchanges them
+        for part in given:
+            part.normal_()
+        expected = another.forward(*new, tuple(part.clone() for part in given), metadata)
+        assert torch.equal(impl.forward(*new, given, metadata), expected), step

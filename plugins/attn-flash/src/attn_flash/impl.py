@@ -273,11 +273,14 @@ class FlashImpl(AttentionImpl):
         if self._views is None or kv_cache is not self._cache or self._find_place() != self._place:
             # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may
             # be given other memory (``set_``, ``data``), where its views stay.
-            self._views, self._cache = self._views_of(kv_cache), kv_cache if type(kv_cache) is not list else _ANEW
-            self._write = self._writer.into(*self._views)
-            self._find_place = _finder(self._cache)
-            self._place = self._find_place()
+            views, known = self._views_of(kv_cache), _ANEW if isinstance(kv_cache, list) else kv_cache
+            write, find_place = self._writer.into(*views), _finder(known)
+            self._cache = _ANEW  # until all is of this one: an interrupt may come in between, or another thread
+            self._views, self._write = views, write
+            self._find_place, self._place = find_place, find_place()
             self._calls = {}  # they are bound to the old one, which nothing may keep
+            self._cache = known
+            return views
         return self._views
 
     def _views_of(self, kv_cache: Any) -> tuple[Tensor, Tensor]:

@@ -94,13 +94,16 @@ class RocmImpl(AttentionImpl):
     def caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as views (blocks, block size, kv heads, head size): those of the last cache are kept."""
         if (
-            kv_cache is not self._caches_of or type(kv_cache) is list  # which may hold other tensors the next time
+            kv_cache is not self._caches_of or isinstance(kv_cache, list)  # it may hold other tensors the next time
             or [part.data_ptr() for part in self._parts] != self._places  # they were given other memory (``set_``)
         ):  # fmt: skip
-            self._caches, self._caches_of = self.backend.kv_cache_views(kv_cache), kv_cache
-            self._write = self.writer.into(*self._caches)
-            self._parts = (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
-            self._places = [part.data_ptr() for part in self._parts]
+            caches = self.backend.kv_cache_views(kv_cache)
+            write, parts = self.writer.into(*caches), (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
+            self._caches_of = None  # until all is of this one: an interrupt may come in between, or another thread
+            self._caches, self._write = caches, write
+            self._parts, self._places = parts, [part.data_ptr() for part in parts]
+            self._caches_of = kv_cache
+            return caches
         return self._caches
 
     def written(self, key: Any, value: Any, kv_cache: Any, slots: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:
