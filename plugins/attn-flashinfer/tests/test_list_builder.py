@@ -77,6 +77,15 @@ def test_steps_that_came_from_another_process_are_replayed_by_their_own_plans() 
         assert recorder.of("fast_decode_plan")[-1]["indptr"].tolist() == [0, pages, 2 * pages]
 
 
+def test_a_step_of_another_builder_is_not_replayed_by_a_plan_of_this_one() -> None:
+    backend, state, _ = captured_pair(standin.Recorder())
+    other = backend.get_builder_cls()(4, max_seq_len_to_capture=64, backend=backend)
+    metadata = other.build([SequenceGroup(False, [Sequence(row, 1, 5, [1, 2]) for row in range(2)])], 0)
+    state.prepare(metadata)
+    with pytest.raises(ValueError, match="metadata: of another builder than this state"):
+        state.begin_forward(metadata)
+
+
 def test_a_captured_size_whose_plan_failed_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that fails may have written some of the plan."""
     recorder = standin.Recorder()

@@ -37,10 +37,17 @@ class FlashInferState(AttentionState):
 
     def begin_forward(self, metadata: Any) -> None:
         """See the base class. A step is planned when it is built; where another step of its size was built since, whose
-        plan a replay would read, it is planned anew, which waits until that plan is on the device.
+        plan a replay would read, it is planned anew, which waits until that plan is on the device. ValueError for a
+        step of another builder than this state's: its plan is not that of the graph.
         """
         super().begin_forward(metadata)
         if getattr(metadata, "from_groups", False) and metadata.use_cuda_graph:
+            source = metadata.source
+            if source is not None and source.builder is not self.builder and self.backend.decode_kernel != XQA:
+                raise ValueError(
+                    "metadata: of another builder than this state's, so that its plan is not that of the graph; build "
+                    "it with the builder of this state"
+                )
             self.backend.plan_again(metadata)
 
 
