@@ -9,8 +9,16 @@ import rocm_standins as standins
 import torch
 
 from attncore import CacheWriter
-from attncore.builder import InputBatch, MetadataBuilder, metadata_from_fields
+from attncore.builder import (
+    CommonMetadataBuilder,
+    InputBatch,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+    metadata_from_fields,
+)
 from attncore.builder.fields import ARRAYS
+from attncore.dense import dense_attention
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.reading_engine import WRITERS, ReadingEngine
@@ -324,6 +332,23 @@ def test_torchs_kernels_compute_in_the_models_dtype_inside_autocast(monkeypatch)
     expected = impl.forward(*tensors, kv_cache, metadata)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(impl.forward(*tensors, kv_cache, metadata), expected)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("variant", LAYERS)
+def test_decodes_of_a_profiling_run_have_no_table(variant, cached, monkeypatch):
+    """Those of the list builder: each attends to its own key, also where a cache is given, which is not written to."""
+    standins.install(monkeypatch, variant)
+    backend = standins.backend(variant)
+    groups = [SequenceGroup(True, [Sequence(0, 3, 0, None)]), SequenceGroup(False, [Sequence(1, 1, 5, None)])]
+    metadata = CommonMetadataBuilder(16, "rocm", backend=backend).build(groups)
+    impl, kv_cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(8)
+    given = [torch.randn(4, heads, backend.config.head_size).bfloat16() for heads in (4, 2, 2)]
+    found = impl.forward(*given, kv_cache if cached else None, metadata)
+    for mine in (slice(0, 3), slice(3, 4)):
+        expected = dense_attention(*(part[mine].float() for part in given), scale=0.25)
+        torch.testing.assert_close(found[mine].float(), expected, atol=3e-2, rtol=3e-2)
+    assert not torch.stack(backend.kv_cache_views(kv_cache)).any()
 
 
 def decode_step(backend):

@@ -67,6 +67,9 @@ def architecture(device: str) -> tuple[str, int]:
     return name, int(facts.multi_processor_count)
 
 
+_NO_CACHE_YET = object()
+
+
 class RocmImpl(AttentionImpl):
     """One layer: its scoring as tensors on the device, its cache writer, checks of what it is handed."""
 
@@ -74,7 +77,7 @@ class RocmImpl(AttentionImpl):
 
     def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
-        self._caches_of: Any = None
+        self._caches_of: Any = _NO_CACHE_YET
         self._parts: tuple[Tensor, ...] = ()
         self._places: list[int] = []
         self._caches: tuple[Tensor, Tensor]
@@ -84,7 +87,7 @@ class RocmImpl(AttentionImpl):
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
 
     def scales_changed(self) -> None:
-        self.writer, self._caches_of = CacheWriter(self.k_scale, self.v_scale), None  # ``caches`` takes it
+        self.writer, self._caches_of = CacheWriter(self.k_scale, self.v_scale), _NO_CACHE_YET  # ``caches`` takes it
 
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:
@@ -99,7 +102,9 @@ class RocmImpl(AttentionImpl):
         ):  # fmt: skip
             caches = self.backend.kv_cache_views(kv_cache)
             write, parts = self.writer.into(*caches), (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
-            self._caches_of = None  # until all is of this one: an interrupt may come in between, or another thread
+            self._caches_of = (
+                _NO_CACHE_YET  # until all is of this one: an interrupt may come in between, or another thread
+            )
             self._caches, self._write = caches, write
             self._parts, self._places = parts, [part.data_ptr() for part in parts]
             self._caches_of = kv_cache

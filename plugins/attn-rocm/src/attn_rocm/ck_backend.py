@@ -45,7 +45,9 @@ class CkImpl(TritonImpl):
         # Without a write the keys are the cache's, which the Triton kernels read.
         raw = lse is None and (write or kv_cache is None)
         prompts = metadata.prefill_metadata if raw else None
-        if prompts is None or bool(prompts.host.context_lens.any()):
+        # Decodes of a profiling run have no table, and their own keys alone.
+        cached = not metadata.num_decode_tokens or (kv_cache is not None and metadata.block_table.shape[1])
+        if prompts is None or not cached or bool(prompts.host.context_lens.any()):
             super()._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
             return
         if kv_cache is not None:
