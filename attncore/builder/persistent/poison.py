@@ -22,6 +22,14 @@ class _Expiring:
     def __init__(self, metadata: StepMetadata) -> None:
         self.__dict__.update(_metadata=metadata, _step=metadata.step)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # what takes metadata of a step takes this
+        real: type[Any] = self._metadata.__class__
+        return real
+
+    def __copy__(self) -> _Expiring:
+        return _Expiring(self._metadata)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every object by copy and pickle, before it has any attribute
             raise AttributeError(name)

@@ -1,9 +1,12 @@
 """Slices, chunks and shares of steps that are more than plain: of a rank, of a cross group, padded, with encoders."""
 
+import copy
+
 import numpy as np
 import pytest
 
 from attncore.builder import (
+    CommonAttentionMetadata,
     CommonMetadataBuilder,
     ContextParallel,
     InputBatch,
@@ -11,11 +14,14 @@ from attncore.builder import (
     MetadataBuilder,
     Sequence,
     SequenceGroup,
+    get_seq_len_block_table_args,
     local_attention_metadata,
+    new_tokens_metadata,
     slice_by_requests,
     slice_by_tokens,
     slice_metadata,
 )
+from attncore.errors import AttncoreError
 
 RANK = ContextParallel(2, 0, 4)
 ENCODER_LENS = {"a": 7, "b": 6, "c": 3}
@@ -181,3 +187,27 @@ def test_a_slice_knows_its_longest_decode():
     assert (whole.num_decodes, whole.max_decode_query_len, whole.max_query_len) == (1, 3, 9)
     first, second = [slice_metadata(step, part) for part in slice_by_requests(step.query_lens, 2)]
     assert (first.max_decode_query_len, second.max_decode_query_len) == (3, 1)
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_steps_that_expire_are_taken_too(monkeypatch, of_group):
+    """Under ATTNCORE_POISON=1 a build returns a wrapper, of which parts are made as of the step, and which expires."""
+    monkeypatch.setenv("ATTNCORE_POISON", "1")
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=8)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64, depth=1)
+    batch.add_request("a", [1, 2, 3], 6)
+    step = builder.build({"a": 9})
+    metadata = step.groups["decoder"] if of_group else step
+    assert isinstance(metadata, CommonAttentionMetadata)
+    first, second = (slice_metadata(metadata, part, block_size=8) for part in slice_by_tokens(metadata.query_lens, 2))
+    assert (first.seq_lens.tolist(), second.context_lens.tolist()) == ([10], [10])
+    assert local_attention_metadata(metadata, 8, 8).query_lens.tolist() == [2, 7]
+    assert ContextParallel(2, 0, 4).metadata(metadata).seq_lens.tolist() == [8]
+    assert new_tokens_metadata(metadata).seq_lens.tolist() == [9]
+    assert get_seq_len_block_table_args(metadata, True, "decoder")[1] == 15
+    copied = copy.copy(metadata)
+    assert copied.seq_lens.tolist() == [15]
+    builder.build()
+    for late in (metadata, copied):
+        with pytest.raises(AttncoreError, match="after its arena was taken"):
+            slice_metadata(late, (0, 1, 0, 9))
