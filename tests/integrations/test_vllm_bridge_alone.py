@@ -61,6 +61,16 @@ def test_a_name_is_that_of_an_installed_backend():
     assert names.backend_of("ATTNCORE_NOWHERE") is None
 
 
+def test_a_name_that_is_none_takes_none_from_another(site):
+    site.plugin("acme")
+    site.plugin("ACME", distribution="attn-other")  # no name of a backend, and the same in vLLM
+    assert registration._by_name()["ATTNCORE_ACME"] == ["acme"]
+    assert names.backend_of("ATTNCORE_ACME") == "acme"
+    site.plugin("Lone", distribution="attn-lone")
+    assert registration._by_name()["ATTNCORE_LONE"] == ["Lone"]
+    assert names.backend_of("ATTNCORE_LONE") == "Lone"
+
+
 @pytest.mark.parametrize(("version", "fits"), [("0.32.0", True), ("0.33.1", True), ("0.34.0", False), ("0.3.3", False)])
 def test_versions(version, fits):
     problem = versions.version_problem(version)

@@ -27,7 +27,9 @@ def backend_of(name: str) -> str | None:
     """The installed attncore backend with this name in vLLM; None where there is none, or more than one."""
     from attncore.registry.plugins.discover import find
 
-    found = sorted({record.name for record in find() if member_name(record.name) == name})
+    records = [record for record in find() if member_name(record.name) == name]
+    # A name that is none, such as ACME, takes none from acme.
+    found = sorted({one.name for one in records if one.state != "broken"} or {one.name for one in records})
     return found[0] if len(found) == 1 else None
 
 

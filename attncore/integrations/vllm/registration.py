@@ -53,6 +53,10 @@ def _by_name() -> dict[str, list[str]]:
     from attncore.registry.plugins.known_backends import KNOWN
 
     found: dict[str, list[str]] = {}
-    for backend in sorted({*KNOWN, *(record.name for record in find())}):
+    records = list(find())
+    for backend in sorted({*KNOWN, *(record.name for record in records if record.state != "broken")}):
         found.setdefault(names.member_name(backend), []).append(backend)
+    for record in records:  # a name that is none, such as ACME, takes none from acme
+        if record.state == "broken":
+            found.setdefault(names.member_name(record.name), [record.name])
     return found
