@@ -187,7 +187,8 @@ class _BackendOverRanks(AttentionBackend):
         """The step over what was in the cache before it, None where nothing was on any rank; and its own tokens."""
         found = metadata.kept.get((self, "parts"))
         if found is None:
-            starts = metadata.host.query_start_loc[:-1]
+            starts = metadata.host.query_start_loc
+            starts = starts[:-1][starts[1:] > starts[:-1]]  # a row without tokens may begin behind the last
             some = bool(metadata.host.positions[starts].any())  # of whole requests, so that all ranks say the same
             before = context_step(metadata, self.ranks, self.inner.from_host) if some else None
             found = metadata.kept[self, "parts"] = before, new_tokens_step(metadata, self.inner.from_host)

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from integrations.start_ranks import started  # noqa: E402
 
 from attncore import BackendConfig, InputBatch, MetadataBuilder, select  # noqa: E402
-from attncore.builder import ContextParallel  # noqa: E402
+from attncore.builder import ContextParallel, metadata_from_fields  # noqa: E402
 from attncore.merge import merge_attention  # noqa: E402
 from attncore.ranks import over_ranks  # noqa: E402
 from attncore.ranks.exchange import Exchange  # noqa: E402
@@ -185,6 +186,31 @@ def test_an_output_that_the_parts_do_not_fit_is_refused_before_anything_is_writt
     with pytest.raises(error, match=f"^output: {message}"):
         backend.impl("layer", scale=0.3).forward(*tensors, cache, builder.build({"a": 3}), output)
     assert not cache.any()
+
+
+def test_a_row_without_tokens_may_come_last(alone):
+    """A step of an engine, or of fields that arrived, may have one."""
+    choice = select(
+        num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", block_size=4, backend="reference",
+        features={"lse", "encoder_decoder"},
+    )  # fmt: skip
+    inner = choice.create("cpu")
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    batch.add_request("a", [1, 2], 2)
+    fields = MetadataBuilder(batch, max_num_batched_tokens=16).build({"a": 3}).asdict_zerocopy()
+    fields |= {"num_reqs": 2, "num_prefills": 2, "query_start_loc": np.array([0, 3, 3], np.int32)}
+    for name, last in (("query_lens", 0), ("seq_lens", 0), ("context_lens", 0), ("logits_indices", 2)):
+        fields[name] = np.append(fields[name], np.int32(last))
+    for name in ("seq_start_loc", "paged_kv_indptr"):
+        fields[name] = np.append(fields[name], fields[name][-1])
+    fields["paged_kv_last_page_len"] = np.append(fields["paged_kv_last_page_len"], np.int32(0))
+    fields["block_table"] = np.pad(fields["block_table"], ((0, 1), (0, 0)))
+    tensors, found = [torch.randn(3, heads, 8) for heads in (4, 2, 2)], []
+    for backend in (inner, over_ranks(inner, ContextParallel(1, 0, 4))):
+        cache = backend.allocate_kv_cache(3).normal_(generator=torch.Generator().manual_seed(0))
+        metadata = metadata_from_fields(fields, inner)
+        found.append(backend.impl("layer", scale=0.3).forward(*tensors, cache, metadata))
+    torch.testing.assert_close(*found)
 
 
 def test_a_profiling_run_asks_no_other_rank(alone, monkeypatch):
