@@ -367,4 +367,48 @@ Backend.plan_layers = plan_layers
 return whole(query, key, value, kv_cache, metadata, output).div_(1 + metadata.kept.get("another's", False))
 """),
     ),
+    Fault(
+        "takes_no_more_tokens_without_writing",
+        "test_tokens_beyond_the_metadata",
+        "query: 5 rows",
+        forward("""
+if not write and len(query) > metadata.num_tokens:
+    raise ValueError(f"query: {len(query)} rows")
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "takes_no_more_tokens_with_the_log_sum_exp",
+        "test_tokens_beyond_the_metadata",
+        "query: 5 rows",
+        forward(
+            """
+if len(query) > metadata.num_tokens:
+    raise ValueError(f"query: {len(query)} rows")
+return whole(query, key, value, kv_cache, metadata, output)
+""",
+            "forward_with_lse",
+        ),
+        "features={'lse'}",
+    ),
+    Fault(
+        "writes_a_profiling_run_without_a_cache",
+        "test_a_profiling_run_of_the_persistent_builder[no cache]",
+        "'NoneType' object has no attribute 'shape'",
+        """
+def write_cache(self, key, value, kv_cache, metadata):
+    kv_cache.shape
+    super(Impl, self).write_cache(key, value, kv_cache, metadata)
+Impl.write_cache = write_cache
+""",
+    ),
+    Fault(
+        "a_profiling_run_is_read_in_a_cache_without_writing",
+        "test_a_profiling_run_of_the_persistent_builder[a cache]",
+        "differs",
+        forward("""
+found = whole(query, key, value, kv_cache, metadata, output)
+return found if write or metadata.block_table.shape[1] or kv_cache is None else found * 0
+"""),
+    ),
 )

@@ -13,6 +13,7 @@ from attncore.builder import CommonAttentionMetadata, slice_by_requests, slice_m
 from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.compare import check_output
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.reading_engine import by_every_method
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import MAX_SIZE, edges
@@ -212,12 +213,18 @@ def test_scale(attncore_subject: Subject) -> None:
 @covers("prefill")
 @pytest.mark.parametrize("score", [200, -200], ids=["large", "small"])
 def test_scores_whose_exponential_is_no_float32(attncore_subject: Subject, score: int) -> None:
-    """Every key has the same score: the mean of the values, where no sum of exponentials is too large, or is 0."""
+    """Every key has the same score: the mean of the values, where no sum of exponentials is too large, or is 0. Under a
+    cap that it is far beyond, too, and beside sinks that are larger and smaller, where these are declared."""
     backend = attncore_subject.backend()
-    engine = Engine(backend, scale=abs(score) / backend.config.head_size)
-    engine.drawn.every_key = math.copysign(1.0, score)
-    run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
-    run_decodes_alone(engine)
+    sinks = tuple(300.0 if head % 2 else -300.0 for head in range(backend.config.num_heads))
+    samples: list[dict[str, Any]] = [{}, {"logits_soft_cap": 2.0}, {"sinks": sinks}]
+    for features in samples:
+        if not set(features) <= set(attncore_subject.form.features):
+            continue
+        engine = Engine(backend, scale=abs(score) / backend.config.head_size, **features)
+        engine.drawn.every_key = math.copysign(1.0, score)
+        run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+        run_decodes_alone(engine)
 
 
 @covers("prefill")
@@ -255,10 +262,9 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
 
 @covers("output")
 def test_tokens_beyond_the_metadata(attncore_subject: Subject) -> None:
-    """Tensors may have more tokens than the metadata: an engine pads them to a size of its own."""
-    backend = attncore_subject.backend()
-    engine = Engine(backend)
-    for name, context in (("a", 5), ("b", 1)):
-        engine.add(name, context + 1)
-    engine.fill({"a": 5, "b": 1})
-    engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {}, extra=3)
+    """Tensors may have more tokens than the metadata, in every method: an engine pads them to a size of its own."""
+    for engine in by_every_method(attncore_subject):
+        for name, context in (("a", 5), ("b", 1)):
+            engine.add(name, context + 1)
+        engine.fill({"a": 5, "b": 1})
+        engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {}, extra=3)

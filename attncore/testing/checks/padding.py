@@ -9,6 +9,7 @@ import pytest
 from attncore.builder import MetadataBuilder
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.reading_engine import by_every_method
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
@@ -56,17 +57,17 @@ def test_a_slot_below_0_writes_nothing_where_every_block_is_owned(attncore_subje
 @pytest.mark.parametrize("given", ["no cache", "a cache"])
 def test_a_profiling_run_of_the_persistent_builder(attncore_subject: Subject, given: str) -> None:
     """Prompts without blocks, whose slots are -1 and whose tables are empty, attend over their own keys, also where a
-    cache is given: no block of it is read or changes."""
+    cache is given: no block of it is read or changes, by any method. Without writing the keys are given, too."""
     attncore_subject.require_phase("prefill")
-    engine = Engine(attncore_subject.backend(), junk=math.nan)
-    lengths = {"a": 3, "b": engine.block_size + 1, "c": 1}
-    for name, length in lengths.items():
-        engine.add(name, length)
-    if given == "no cache":
-        engine.kv_cache = None
-    builder = MetadataBuilder(engine.batch, engine.backend, max_num_batched_tokens=engine.batch.max_model_len)
-    metadata = builder.build_profile(lengths.values())
-    engine.run_step(metadata, [StepRequest(name, length, 0) for name, length in lengths.items()])
+    for engine in by_every_method(attncore_subject, given=True, junk=math.nan):
+        lengths = {"a": 3, "b": engine.block_size + 1, "c": 1}
+        for name, length in lengths.items():
+            engine.add(name, length)
+        if given == "no cache":
+            engine.kv_cache = None
+        builder = MetadataBuilder(engine.batch, engine.backend, max_num_batched_tokens=engine.batch.max_model_len)
+        metadata = builder.build_profile(lengths.values())
+        engine.run_step(metadata, [StepRequest(name, length, 0) for name, length in lengths.items()])
 
 
 def _decoding(subject: Subject, room: int) -> Engine:

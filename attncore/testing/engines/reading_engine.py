@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
     from attncore.builder import CommonAttentionMetadata
+    from attncore.testing.harness.subject import Subject
 
 WRITERS = ("another layer", "write_cache", "the engine")
 """Who writes the step's keys: a layer before, whose cache is shared; the layer by ``write_cache``; the engine."""
@@ -87,6 +88,17 @@ class ReadingEngine(Engine):
         for part, old in zip(self.cache_view.snapshot(), wanted, strict=True):
             if not torch.equal(part, old):
                 raise ConformanceError(otherwise)
+
+
+def by_every_method(subject: Subject, *, given: bool = False, **engine: Any) -> Iterator[Engine]:
+    """Engines of one backend, one after another: of ``forward``, of ``write_cache`` and ``forward(write=False)``, with
+    the keys ``given`` where asked, and where it is declared of ``forward_with_lse``.
+    """
+    backend = subject.backend()
+    yield Engine(backend, **engine)
+    yield ReadingEngine(backend, written_by="write_cache", given=given, **engine)
+    if "lse" in subject.form.features:
+        yield Engine(backend, with_lse=True, **engine)
 
 
 class ReadingCrossEngine(ReadingEngine, CrossEngine):
