@@ -29,7 +29,7 @@ def settings_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def _check_backends(options: Any) -> None:
-    """ValueError for options of a backend that nobody provides; what is no mapping the request refuses."""
+    """ValueError for options of a backend that no plugin provides; what is no mapping the request refuses."""
     from attncore.registry.plugins.discover import find
     from attncore.registry.plugins.known_backends import KNOWN
 
