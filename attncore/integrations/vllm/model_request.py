@@ -119,7 +119,8 @@ def sentences(negotiation: Negotiation) -> list[str]:
         f"attncore: {candidate.name}: {reason}"
         for candidate in negotiation.rejected
         for reason in candidate.reasons
-        if reason.code == "option" and reason.source == f"{candidate.distribution} {candidate.version}"  # not a variant
+        # a variant alone may lack what another has
+        if reason.code == "option" and reason.source == f"{candidate.distribution} {candidate.version}".strip()
     ]:
         return mistaken
     if negotiation.usable and (not negotiation.request.backend or negotiation.chosen is not None):
