@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attncore.integrations.vllm import refusals
+from attncore.show import counted
 
 
 class AttncoreImpl(AttentionImpl):
@@ -93,8 +94,8 @@ class AttncoreImpl(AttentionImpl):
             most = self._max_block_id
             if most is not None and len(kv_cache) - 1 > most:  # a worker may not know it before
                 raise ValueError(
-                    f"attncore: the cache has {len(kv_cache)} blocks, and the backend reads ids up to {most}; "
-                    "give vLLM less memory (--gpu-memory-utilization), or choose another backend"
+                    f"attncore: the cache has {counted(len(kv_cache), 'block')}, and the backend reads ids up to "
+                    f"{most}; give vLLM less memory (--gpu-memory-utilization), or choose another backend"
                 )
             # Keys and values lie side by side in each head's row: a pair of strided views, nothing is copied.
             rows, size = kv_cache.transpose(1, 2), self.head_size
