@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import NUM_BLOCKS
-from attncore.testing.engines.reading_engine import ReadingEngine
+from attncore.testing.engines.reading_engine import METHODS, ReadingEngine, by_method
 from attncore.testing.engines.span_engine import SpanEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
@@ -35,12 +35,11 @@ SHAPES = {
 }
 """Tokens of a prompt, and its spans."""
 
+LONG = 600  # tokens of a prompt: more than a kernel reads, and more queries than it takes, in one part
+
 
 class ReadingSpanEngine(ReadingEngine, SpanEngine):
     """Spans of a layer that attends without writing."""
-
-
-LONG = 600  # tokens of a prompt: more than a kernel reads, and more queries than it takes, in one part
 
 
 @covers("bidirectional_spans")
@@ -83,16 +82,12 @@ def test_spans_of_any_shape(attncore_subject: Subject, shape: str) -> None:
 
 
 @covers("bidirectional_spans")
-@pytest.mark.parametrize("method", ["write=False", "forward_with_lse"])
+@pytest.mark.parametrize("method", METHODS)
 def test_spans_by_another_method(attncore_subject: Subject, method: str) -> None:
     """What a span's tokens see of each other is in the cache already, or the log-sum-exp is asked for, too."""
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill")
-    backend, engine = attncore_subject.backend(), None
-    if method == "forward_with_lse":
-        attncore_subject.require("lse")
-        engine = SpanEngine(backend, with_lse=True)
-    engine = engine or ReadingSpanEngine(backend, written_by="write_cache")
+    engine = by_method(attncore_subject, method, SpanEngine, ReadingSpanEngine)
     for shape, (tokens, spans) in SHAPES.items():
         engine.add(shape, tokens + 1)
         engine.set_spans(shape, spans)

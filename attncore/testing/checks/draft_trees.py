@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import NUM_BLOCKS
-from attncore.testing.engines.reading_engine import ReadingEngine
+from attncore.testing.engines.reading_engine import METHODS, ReadingEngine, by_method
 from attncore.testing.engines.tree_engine import MOST_TOKENS, TreeEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
@@ -37,12 +37,11 @@ SHAPES = {
 DEEP = [-1, 0, -1, 1, 3, 2, 4, 6, 5, 7, 9]
 """Two long branches that take turns, so that tokens lie further apart than they are deep."""
 
+LONG = 600  # keys: more than a kernel reads in one part
+
 
 class ReadingTreeEngine(ReadingEngine, TreeEngine):
     """Trees of a layer that attends without writing."""
-
-
-LONG = 600  # keys: more than a kernel reads in one part
 
 
 @covers("tree_mask")
@@ -86,15 +85,11 @@ def test_draft_trees_of_any_shape(attncore_subject: Subject, shape: str) -> None
 
 
 @covers("tree_mask")
-@pytest.mark.parametrize("method", ["write=False", "forward_with_lse"])
+@pytest.mark.parametrize("method", METHODS)
 def test_draft_trees_by_another_method(attncore_subject: Subject, method: str) -> None:
     """The trees' keys are in the cache already, or the log-sum-exp is asked for, too."""
     attncore_subject.require("tree_mask")
-    backend, engine = attncore_subject.backend(), None
-    if method == "forward_with_lse":
-        attncore_subject.require("lse")
-        engine = TreeEngine(backend, with_lse=True)
-    engine = engine or ReadingTreeEngine(backend, written_by="write_cache")
+    engine = by_method(attncore_subject, method, TreeEngine, ReadingTreeEngine)
     contexts = {"a": 1, "b": 4, "c": engine.block_size + 3}
     for name, context in contexts.items():
         engine.add(name, context + len(DEEP) + 1)

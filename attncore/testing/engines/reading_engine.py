@@ -90,6 +90,18 @@ class ReadingEngine(Engine):
                 raise ConformanceError(otherwise)
 
 
+METHODS = ("write=False", "forward_with_lse")
+"""Ways to call a layer beside its plain ``forward``."""
+
+
+def by_method(subject: Subject, method: str, kind: type[Engine], reading: type[ReadingEngine]) -> Any:
+    """An engine that calls its layer by one of METHODS: of ``kind``, or of ``reading``, the same without writing."""
+    if method == "forward_with_lse":
+        subject.require("lse")
+        return kind(subject.backend(), with_lse=True)
+    return reading(subject.backend(), written_by="write_cache")
+
+
 def by_every_method(subject: Subject, *, given: bool = False, **engine: Any) -> Iterator[Engine]:
     """Engines of one backend, one after another: of ``forward``, of ``write_cache`` and ``forward(write=False)``, with
     the keys ``given`` where asked, and where it is declared of ``forward_with_lse``.

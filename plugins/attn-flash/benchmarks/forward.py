@@ -180,11 +180,9 @@ class Case:
     def _write(self, keys: Any, values: Any, *, any_cache: bool) -> Callable[[Any, Any, Any], None]:
         """The cache write, as a layer does it or by a call that may be given any caches."""
         writer = CacheWriter()
-        return (
-            (lambda key, value, slots: writer(key, value, keys, values, slots))
-            if any_cache
-            else writer.into(keys, values)
-        )
+        if any_cache:
+            return lambda key, value, slots: writer(key, value, keys, values, slots)
+        return writer.into(keys, values)
 
     def _bare_latent(self, backend: Any, *, any_cache: bool) -> Callable[[], Any]:
         """The one call over latent rows and the cache write, the parts of the queries made by it."""

@@ -275,7 +275,7 @@ class FlashImpl(AttentionImpl):
             # be given other memory (``set_``, ``data``), where its views stay.
             views, known = self._views_of(kv_cache), _ANEW if isinstance(kv_cache, list) else kv_cache
             write, find_place = self._writer.into(*views), _finder(known)
-            self._cache = _ANEW  # until all is of this one: an interrupt may come in between, or another thread
+            self._cache = _ANEW  # until all is of this one: an interrupt may come in between
             self._views, self._write = views, write
             self._find_place, self._place = find_place, find_place()
             self._calls = {}  # they are bound to the old one, which nothing may keep

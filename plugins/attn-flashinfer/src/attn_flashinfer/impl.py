@@ -220,12 +220,10 @@ class FlashInferImpl(AttentionImpl):
                 f"kv_cache: strides {keys.stride()} of keys and {values.stride()} of values found; they must be equal"
             )
         check_cache(metadata, len(keys))
-        caches, write = (
-            self._for_kernels(keys, values),
-            self._writer.into(keys, keys if self.values_in_keys else values),
-        )
+        caches = self._for_kernels(keys, values)
+        write = self._writer.into(keys, keys if self.values_in_keys else values)
         parts = (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
-        self._kv_cache = _NO_CACHE_YET  # until all is of this one: an interrupt may come in between, or another thread
+        self._kv_cache = _NO_CACHE_YET  # until all is of this one: an interrupt may come in between
         self._caches, self._write_into = caches, write
         # A list may hold other tensors the next time: it is never taken for the cache that is known. A tensor may be
         # given other memory (``set_``, ``data``), where its views stay.

@@ -68,6 +68,7 @@ def architecture(device: str) -> tuple[str, int]:
 
 
 _NO_CACHE_YET = object()
+"""In the place of a layer's last cache."""
 
 
 class RocmImpl(AttentionImpl):
@@ -102,9 +103,7 @@ class RocmImpl(AttentionImpl):
         ):  # fmt: skip
             caches = self.backend.kv_cache_views(kv_cache)
             write, parts = self.writer.into(*caches), (kv_cache,) if isinstance(kv_cache, Tensor) else tuple(kv_cache)
-            self._caches_of = (
-                _NO_CACHE_YET  # until all is of this one: an interrupt may come in between, or another thread
-            )
+            self._caches_of = _NO_CACHE_YET  # until all is of this one: an interrupt may come in between
             self._caches, self._write = caches, write
             self._parts, self._places = parts, [part.data_ptr() for part in parts]
             self._caches_of = kv_cache
