@@ -91,7 +91,14 @@ def test_a_schedule_that_is_kept_too_long_is_seen(
     library: standin.Generation3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the tests above are to find, planted."""
-    monkeypatch.setattr(StepArguments, "renew", lambda self: None)
+
+    class NeverCleared(dict[int, Any]):
+        def clear(self) -> None: ...
+
+    def never_renewed(self: StepArguments, given: tuple[Any, ...]) -> None:
+        self.given, self._shared = given, NeverCleared()
+
+    monkeypatch.setattr(StepArguments, "__init__", never_renewed)
     engine = Engine((None,) * 3)
 
     def decodes() -> None:

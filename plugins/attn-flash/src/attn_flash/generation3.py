@@ -26,8 +26,8 @@ OUTPUT, OUTPUT_AND_LSE = 0, slice(2)
 LARGEST = 448.0
 """Beyond it a query is cut off: a conversion of torch's would make it NaN."""
 _KINDS: dict[Any, int] = {}
-"""The kinds of layers of this process by what their schedules follow from, a number each, of _NUMBERS."""
-_NUMBERS = count()
+"""The kinds of layers of this process by what their schedules follow from, a number below 0 each, of _NUMBERS."""
+_NUMBERS = count(-1, -1)
 
 
 class Library(NamedTuple):
@@ -64,31 +64,34 @@ class StepArguments:
     a run to warm up holds that kernel. A later step of the same plan does so, too (``renew``).
     """
 
-    __slots__ = ("_layers", "_schedules", "given")
+    __slots__ = ("_shared", "given")
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.given = given
-        self._schedules: dict[int, Tensor | None] = {}
-        self._layers: set[int] = set()
+        self._shared: dict[int, Tensor | None] = {}
+        """The layers of this run, by their ids, and the schedules, by kinds of layers: numbers below 0."""
 
     def renew(self) -> None:
         """Forget the schedules: lengths may be others."""
-        self._schedules.clear()
-        self._layers.clear()
+        self._shared.clear()
 
-    def schedule(self, layer: int, kind: int, make: Callable[[Tensor], Tensor], query: Tensor) -> Tensor | None:
-        """The schedule of layers of a kind, for one of them: what ``make`` gives for its ``query``."""
-        layers, schedules = self._layers, self._schedules
-        if layer in layers:
-            self.renew()
-        layers.add(layer)
-        if kind not in schedules:
-            schedules[kind] = None
-            return None
-        found = schedules[kind]
-        if found is None:
-            found = schedules[kind] = make(query)
-        return found
+    def scheduler(self, layer: int, kind: int, make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
+        """What gives the schedule of layers of a kind, for one of them and a query: what ``make`` gives."""
+        shared = self._shared
+
+        def scheduled(query: Tensor) -> Tensor | None:  # one frame for each layer and step
+            if layer in shared:
+                shared.clear()
+            shared[layer] = None
+            if kind not in shared:
+                shared[kind] = None
+                return None
+            found = shared[kind]
+            if found is None:
+                found = shared[kind] = make(query)
+            return found
+
+        return scheduled
 
 
 class Layer:
@@ -176,11 +179,10 @@ class Layer:
         if fp8 and self._descales is not None:
             scales = [one.expand(rows, -1) for one in self._descales]
         rest = (keys, values, None, None, None, None, *given, *scales, *fixed)
-        schedule, mine, kind = arguments.schedule, id(self), self._kind(keys.dtype)
-        make = self._scheduler(segment, (keys, values), arguments, last)
+        schedule = self._scheduler(segment, (keys, values), arguments, last)
 
         def call(query: Tensor, key: Any, value: Any) -> Any:
-            written = None if make is None else schedule(mine, kind, make, query)
+            written = None if schedule is None else schedule(query)
             if fp8:
                 query = query.clamp(-LARGEST, LARGEST).to(FP8)
             return forward(query, *rest, written, *last)[wanted]
@@ -189,8 +191,8 @@ class Layer:
 
     def _scheduler(
         self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments, last: tuple[Any, ...]
-    ) -> Callable[[Tensor], Tensor] | None:
-        """What makes the schedule of a call over ``caches``, of a query; None where the call is to write its own.
+    ) -> Callable[[Tensor], Tensor | None] | None:
+        """What gives the schedule of a call over ``caches``, for a query; None where the call is to write its own.
         ``last`` are the call's own last arguments, the first of which bounds the parts of a row.
         """
         keys, values = caches
@@ -208,7 +210,7 @@ class Layer:
             (heads, size), (kv_heads, size_v) = query.shape[1:], values.shape[2:]
             return operator(len(lengths), longest_query, longest, heads, kv_heads, size, size_v, *rest)
 
-        return make
+        return arguments.scheduler(id(self), self._kind(keys.dtype), make)
 
     def _kind(self, cache_dtype: torch.dtype) -> int:
         """The number of the kind of layers that may share a schedule: a layer looks it up in each step."""

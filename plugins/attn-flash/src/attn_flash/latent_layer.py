@@ -62,12 +62,11 @@ class LatentLayer(generation3.Layer):
             return packed
         rows = given_caches(caches)[0]
         values, keys = rows.split_with_sizes(_SIZES, 3)
-        schedule, mine, kind = arguments.schedule, id(self), self._kind(keys.dtype)
-        make = self._scheduler(segment, (keys, values), arguments, last)
+        schedule = self._scheduler(segment, (keys, values), arguments, last)
 
         def paged(query: Tensor, key: Any, value: Any) -> Any:
             content, rotated = query.split_with_sizes(_SIZES, 2)  # one call for both: each costs the host a microsecond
-            written = None if make is None else schedule(mine, kind, make, rotated)
+            written = None if schedule is None else schedule(rotated)
             return forward(rotated, keys, values, None, None, content, None, *rest, written, *last)[wanted]
 
         return paged
