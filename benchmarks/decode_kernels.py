@@ -1,7 +1,7 @@
 """Each kernel of decodes at each size, over caches in the model's dtype and in fp8: which one is to be chosen?
 
     python benchmarks/decode_kernels.py [--kernels flash,flashinfer:tensor_cores,...] [--rows 1,8,64] [--sinks]
-                                        [--save FILE]
+                                        [--block 16] [--save FILE]
 
 A kernel is a backend, with the value of its option ``decode`` behind a colon; with ``--sinks`` each runs with sinks,
 too, beside itself without. The device's time of a layer's captured decode, cache write included: a graph of ten calls,
@@ -27,24 +27,24 @@ from gpu_work import captured, synchronize
 import attncore
 from attncore import InputBatch, MetadataBuilder
 
-HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
+HEADS, KV_HEADS, SIZE = 32, 8, 128
 CALLS = 10
 
 
 class Decode:
-    """A graph of ten calls of a layer, over ``rows`` requests of ``context`` tokens."""
+    """A graph of ten calls of a layer, over ``rows`` requests of ``context`` tokens in blocks of ``block``."""
 
-    def __init__(self, kernel, kv_cache_dtype, rows, context, device, sinks=False):
+    def __init__(self, kernel, kv_cache_dtype, rows, context, device, sinks=False, *, block=16):
         name, _, asked = kernel.partition(":")
         choice = attncore.select(
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype,
-            backend=name, block_size=BLOCK, options={name: {"decode": asked}} if asked else {}, sinks=sinks,
+            backend=name, block_size=block, options={name: {"decode": asked}} if asked else {}, sinks=sinks,
         )  # fmt: skip
         backend = choice.create(device=device)
         self.variant = choice.variant
-        blocks = -(-(context + 1) // BLOCK)
+        blocks = -(-(context + 1) // block)
         order = (torch.randperm(rows * blocks) + 1).tolist()
-        batch = InputBatch(max_num_reqs=rows, max_model_len=(blocks + 1) * BLOCK, block_size=BLOCK)
+        batch = InputBatch(max_num_reqs=rows, max_model_len=(blocks + 1) * block, block_size=block)
         for row in range(rows):
             batch.add_request(row, [order.pop() for _ in range(blocks)], context)
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=rows)
@@ -85,7 +85,7 @@ def measured(args, rows, context):
     for dtype, kernel, sinks in kinds:
         name = f"{kernel}, {dtype}" + ", sinks" * sinks
         try:
-            decodes[name] = Decode(kernel, dtype, rows, context, args.device, sinks)
+            decodes[name] = Decode(kernel, dtype, rows, context, args.device, sinks, block=args.block)
         except attncore.NoBackendError as error:
             refused[name] = str(error).splitlines()[-1].strip()
     times = {name: [] for name in decodes}
@@ -107,6 +107,7 @@ def arguments(words):
     add("--sinks", action="store_true", help="each kernel with sinks, too")
     add("--rows", default="1,8,64,256")
     add("--contexts", default="512,2048,8192")
+    add("--block", type=int, default=16, help="tokens of a block")
     add("--save", type=Path)
     args = parser.parse_args(words)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -118,8 +119,8 @@ def arguments(words):
 
 def main(words=None):
     args = arguments(words)
-    found = {"machine": machine(), "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE}, "block": BLOCK}
-    found["decodes"] = []
+    found = {"machine": machine(), "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE}}
+    found |= {"block": args.block, "decodes": []}
     with torch.inference_mode():
         for context in map(int, args.contexts.split(",")):
             for rows in map(int, args.rows.split(",")):

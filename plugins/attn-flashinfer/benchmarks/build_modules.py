@@ -86,6 +86,8 @@ MODULES = {
         partial(decode, BF16, E4M3, 128),
         partial(xqa, BF16, 128, 4),
         partial(xqa, E4M3, 128, 4),
+        partial(xqa, BF16, 128, 4, page=64),
+        partial(xqa, E4M3, 128, 4, page=64),
     ],
     "mla": [
         partial(mla, "fa3", BF16, BF16),
