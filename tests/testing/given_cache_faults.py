@@ -157,6 +157,18 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
     ),
     Fault(
+        "chunks_of_the_list_builder_are_read_as_given",
+        "test_chunks_of_the_list_builder_attend_without_writing[NaN]",
+        "the output holds NaN in the prefill of 5 after 3",
+        forward(
+            """
+if not write and metadata.from_groups and metadata.num_prefills and key is not None:
+    return super(Impl, self).forward(query, key, value, kv_cache.clone(), metadata, output)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
         "write_cache_does_nothing", f"{READS}[write_cache-None]", "write_cache left another cache than forward does",
         WRITE_CACHE.format(body="pass"),
     ),

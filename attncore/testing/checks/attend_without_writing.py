@@ -18,6 +18,7 @@ __all__ = [
     "test_a_cross_layer_attends_without_writing",
     "test_a_layer_attends_without_writing",
     "test_a_layer_of_the_list_builder_attends_without_writing",
+    "test_chunks_of_the_list_builder_attend_without_writing",
     "test_log_sum_exp_without_writing",
     "test_padded_decodes_attend_without_writing",
 ]
@@ -61,6 +62,25 @@ def test_a_layer_of_the_list_builder_attends_without_writing(attncore_subject: S
         if not str(error).startswith("metadata:"):
             raise
         raise UnsupportedError(str(error)) from error
+
+
+@covers("attend without writing")
+@pytest.mark.parametrize("nan", [False, True], ids=["None", "NaN"])
+def test_chunks_of_the_list_builder_attend_without_writing(attncore_subject: Subject, nan: bool) -> None:
+    """Prompts that have context have a table, too: their own keys are in the cache."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = ReadingEngine(attncore_subject.backend(), written_by="write_cache", nan=nan)
+    for name, context in enumerate((3, engine.block_size, 2)):
+        engine.add(name, context + 7)
+        engine.fill({name: context})
+    with _of(engine):
+        try:
+            engine.list_step({0: 5, 1: 2}, {2: 1})
+            engine.list_step({0: 1}, {2: 1}, hit=True)
+        except ValueError as error:
+            if not str(error).startswith("metadata:"):
+                raise
+            raise UnsupportedError(str(error)) from error
 
 
 @covers("attend without writing")

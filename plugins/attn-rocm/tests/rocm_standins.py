@@ -120,12 +120,12 @@ def launcher(query, output, lse, starts, keys, scoring, *, most_queries, one_tok
 
     def keys_of(row):
         count, length = starts_of[row + 1] - starts_of[row], int(keys.lengths[row])
-        if keys.raw_rows <= row:
+        if keys.raw_rows <= row or (keys.written and length > count):
             return of_pages(keys.key_cache, keys.value_cache, table, keys.lengths)(row)
         fresh = [part[starts_of[row] : starts_of[row + 1]] for part in (keys.key, keys.value)]
         if table is None or length == count:
             return fresh
-        lengths = keys.lengths - torch.tensor(starts).diff()
+        lengths = keys.lengths - starts.diff()
         old = of_pages(keys.key_cache, keys.value_cache, table, lengths)(row)
         return [torch.cat(pair) for pair in zip(old, fresh, strict=True)]
 

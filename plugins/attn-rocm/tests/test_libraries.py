@@ -60,6 +60,30 @@ def test_layers_that_attend_without_writing(variant, written_by, monkeypatch):
         run_batch(ReadingEngine(backend, written_by=written_by, nan=written_by == "write_cache"), batch)
 
 
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("variant", LAYERS)
+def test_chunks_of_the_list_builder_attend_without_writing(variant, nan, monkeypatch):
+    """Prompts with context have a table: what is given of their keys is not read, and may be None."""
+    standins.install(monkeypatch, variant)
+    engine = ReadingEngine(standins.backend(variant), written_by="write_cache", nan=nan)
+    for name, context in enumerate((3, 16, 2)):
+        engine.add(name, context + 7)
+        engine.fill({name: context})
+    engine.list_step({0: 5, 1: 2}, {2: 1})
+    engine.list_step({0: 1}, {2: 1}, hit=True)
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_plain_prompts_of_the_list_builder_bring_their_keys(variant, monkeypatch):
+    standins.install(monkeypatch, variant)
+    backend = standins.backend(variant)
+    groups = [SequenceGroup(True, [Sequence(row, 2, context, [1 + row])]) for row, context in enumerate((3, 0))]
+    metadata = CommonMetadataBuilder(16, chunked_prefill=True, backend=backend).build(groups)
+    impl, kv_cache = backend.impl("0", scale=0.125), backend.allocate_kv_cache(4)
+    with pytest.raises(ValueError, match=r"^key: None found"):
+        impl.forward(torch.zeros(4, 4, 64).bfloat16(), None, None, kv_cache, metadata, write=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", ["aiter", "ck"])
 def test_a_pair_of_views(variant, form, monkeypatch):

@@ -166,7 +166,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
     constants: dict[str, Any] = {
         "HEADS": heads, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
         "SPLITS": variant.splits, "DECODE": variant.decode and not variant.drafts, "CAUSAL": variant.causal,
-        "TABLE": variant.table, "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
+        "TABLE": variant.table, "RAW": variant.raw, "WRITTEN": False, "FP8": variant.fp8, "INTERPRET": False,
         "K_SCALES": 0, "V_SCALES": 0,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
         **{name: name in variant.features for name in (*EVERYTHING, "TREE", "SPANS")},

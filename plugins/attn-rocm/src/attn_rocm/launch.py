@@ -38,9 +38,10 @@ class Keys:
 
     ``table`` int32 (sequences, width) or None, ``lengths`` int32 (sequences,): keys of each. Of the first ``raw_rows``
     sequences the last keys are those of this step, ``key`` and ``value`` (tokens, kv heads, size) from ``raw_starts``
-    int32 (sequences + 1,); where there is no table these are all. ``tree_mask`` int64 (tokens,) or None: which of its
-    sequence's tokens in this step each token sees; ``span_ends`` int32 (tokens,) or None: the key behind those of this
-    step that see each other with it. Both of a layer that is causal.
+    int32 (sequences + 1,); where there is no table these are all. ``written``: but of a sequence that has other keys
+    too all are in the cache. ``tree_mask`` int64 (tokens,) or None: which of its sequence's tokens in this step each
+    token sees; ``span_ends`` int32 (tokens,) or None: the key behind those of this step that see each other with it.
+    Both of a layer that is causal.
     """
 
     lengths: Tensor
@@ -52,6 +53,7 @@ class Keys:
     value: Tensor | None = None
     raw_starts: Tensor | None = None
     raw_rows: int = 0
+    written: bool = False
     tree_mask: Tensor | None = None
     span_ends: Tensor | None = None
 
@@ -156,7 +158,8 @@ class Launcher:
             *pointers, *numbers, *strides,
             HEADS=self.num_heads, GROUP=self.group, SIZE=self.head_size, PAGE=page,
             ROWS=tile.rows, D=self.padded_size, N=tile.keys, SPLITS=grid[2],
-            DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0, FP8=fp8,
+            DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0,
+            WRITTEN=keys.written, FP8=fp8,
             WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
             ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
             K_SCALES=k_scales, V_SCALES=v_scales, TREE=keys.tree_mask is not None,

@@ -128,8 +128,11 @@ class TritonImpl(RocmImpl):
         if masks is not None or span_ends is not None:
             return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
+            if key is None and not write:
+                return Keys(_of_tables(metadata), longest, *caches, table)
             _check_given(key, value)
-            return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
+            raw = metadata.num_prefills
+            return Keys(lengths, longest, *caches, table, key, value, starts, raw, written=not write)
         return Keys(lengths, longest, *caches, table)
 
     def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, *, write: bool) -> Keys:
@@ -157,6 +160,21 @@ def _optional(metadata: AttentionMetadata, name: str) -> Tensor | None:
         kept[name] = getattr(metadata, name, None)
     found: Tensor | None = kept[name]
     return found
+
+
+def _of_tables(metadata: AttentionMetadata) -> Tensor:
+    """The keys of each row of a step of the list builder that brings none: those that its row of the table shows. A
+    prompt without context has none there, but zeros, which are another request's block; ValueError where the host knows
+    of one.
+    """
+    source = getattr(metadata, "source", None)
+    for group in () if source is None else source.groups:
+        if group.is_prompt and not all(sequence.context_len for sequence in group.sequences):
+            _check_given(None, None)
+    lengths = metadata.seq_lens.clone()
+    prompts, counts = lengths[: metadata.num_prefills], metadata.query_start_loc.diff()[: metadata.num_prefills]
+    prompts.masked_fill_(prompts == counts, 0)
+    return lengths
 
 
 def _check_given(key: Any, value: Any) -> None:

@@ -30,7 +30,7 @@ def unified_attention(
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
-    INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr,
+    INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
     sequence times ``TAKEN`` of the ``GROUP`` heads that share keys; tokens behind the last sequence are blocks of a
@@ -38,13 +38,13 @@ def unified_attention(
 
     Sequence s has tokens ``starts[s]`` to ``starts[s + 1]`` and ``lengths[s]`` keys, of which its tokens are the last.
     Keys come from the cache by the block table, but with RAW, of the first ``raw_rows`` sequences, those of this step
-    (``key_starts``) as they came. ``DECODE``: token i is sequence i, so that nothing is searched. With ``SPLITS`` above
-    1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
-    (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the
-    cache holds is times 0, a number that ``scale`` and ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's.
-    ``TREE``: tokens have masks at ``tree_ptr``, int64, by which they see some of their sequence's tokens alone.
-    ``SPANS``: at ``span_ptr``, int32, is the key behind the span of each token, or 0; tokens that have the same see
-    each other. Of a layer that is causal.
+    (``key_starts``) as they came; with ``WRITTEN`` only of a sequence that has no others. ``DECODE``: token i is
+    sequence i, so that nothing is searched. With ``SPLITS`` above 1 each program takes a part of the keys and leaves
+    float32 partial results for ``merge_splits``: ``out`` is then (tokens, heads, splits, D) and ``lse``, to base 2,
+    (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the cache holds is times 0, a number that ``scale`` and
+    ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's. ``TREE``: tokens have masks at ``tree_ptr``, int64,
+    by which they see some of their sequence's tokens alone. ``SPANS``: at ``span_ptr``, int32, is the key behind the
+    span of each token, or 0; tokens that have the same see each other. Of a layer that is causal.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
@@ -78,6 +78,8 @@ def unified_attention(
         fresh = tl.load(key_starts_ptr + seq + 1, mask=seq < raw_rows, other=0) - fresh_start
         if not TABLE:  # a profiling run: there is nothing but what this step brings
             length = fresh
+        if WRITTEN:
+            fresh = tl.where(length > fresh, 0, fresh)
         cached = length - fresh
 
     # Which keys: those that some query of the block sees, and of them this split's.
