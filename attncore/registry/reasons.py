@@ -50,3 +50,9 @@ class Reason:
             "source": self.source,
             "fix": self.fix,
         }
+
+
+class FailedCheck(Reason):
+    """A spec's own check has failed: it says that, and nothing of the request."""
+
+    __slots__ = ()

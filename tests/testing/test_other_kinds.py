@@ -52,6 +52,37 @@ def test_what_is_not_declared_is_unsupported(site):
     }
 
 
+OF_FIRST_VARIANT = (
+    "variants=(Variant('a', check=lambda request, host: 1 // 0), Variant('b'))) if (Variant := "
+    "__import__('attncore').Variant) else dict("
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "failed", "error"),
+    [
+        ("check=lambda request, host: 1 // 0", "decode", "ZeroDivisionError"),
+        ("check=lambda request, host: 1 // (request.dtype == 'float32') * []", "dtype bfloat16", "ZeroDivisionError"),
+        (OF_FIRST_VARIANT, "decode", "ZeroDivisionError"),
+        ("check=lambda request, host: [7]", "decode", "it yields a int"),
+    ],
+    ids=["always", "of a dtype", "of a variant that is passed over", "no sentence"],
+)
+def test_a_check_that_fails_refuses_nothing(site, facts, failed, error):
+    plant(site, "careless", facts)
+    code, report = conformance("careless", options=(*QUIET, "-k", "test_decode or test_dtype or test_prefill"))
+    rows = {row["capability"]: row for row in report.rows()}
+    assert (code, rows[failed]["state"]) == (1, "failed")
+    assert rows[failed]["reason"].startswith("the check of attn-careless 1.0 failed: ")
+    assert error in rows[failed]["reason"]
+
+
+def test_a_check_may_fail_where_what_it_counts_on_is_missing(site):
+    plant(site, "careless", "check=lambda request, host: 1 // 0, requires=('no-such-distribution>=1',)")
+    code, report = conformance("careless", options=(*QUIET, "-k", "test_decode"))
+    assert (code, {row["state"] for row in report.rows()}) == (0, {"unsupported"})
+
+
 def test_latent_attention_alone_passes(site):
     plant(site, "latent", LATENT_ONLY)
     code, report = conformance("latent", settings="EXAMPLES = 8\n", options=QUIET)

@@ -15,7 +15,7 @@ from attncore.registry.choice.cache_format import common_block_sizes, common_lay
 from attncore.registry.device_patterns import best_match, without_contained
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_code import run_plugin_code
-from attncore.registry.reasons import USE_ANOTHER, Reason
+from attncore.registry.reasons import USE_ANOTHER, FailedCheck, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
@@ -227,7 +227,9 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
     if within := _checked.get():
         message = f"the check of {plugin} is not asked while the check of {within} runs"
         return [
-            Reason("check", message, source=within, fix=f"report to the authors of {within} that a check negotiates")
+            FailedCheck(
+                "check", message, source=within, fix=f"report to the authors of {within} that a check negotiates"
+            )
         ]
     token = _checked.set(plugin)
     try:
@@ -276,7 +278,7 @@ def _answers(check: Check, request: AttentionRequest, host: Host, plugin: str) -
 
 def _failed(error: BaseException, plugin: str) -> Reason:
     message = f"the check of {plugin} failed: {describe_error(error)}"
-    return Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors")
+    return FailedCheck("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors")
 
 
 def _plain_reason(answer: object, plugin: str) -> Reason:

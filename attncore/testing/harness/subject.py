@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ from attncore.registry.choice.runs_here import no_device_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.reasons import FailedCheck, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.harness.declared_needs import only_declared_fields
-from attncore.testing.harness.errors import NotRunError, UnsupportedError
+from attncore.testing.harness.errors import ConformanceError, NotRunError, UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -114,10 +115,12 @@ class Subject:
         return self.record.spec
 
     @cached_property
-    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, Any]]:
-        """The form that runs here, or why none does; and what of the base request is another for it."""
+    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, Any], bool]:
+        """The form that runs here, or why none does; what of the base request is another for it; and whether none does
+        because the spec's own check fails.
+        """
         if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
-            return None, (str(reason),), {}  # and nothing about sizes, which are the kit's own
+            return None, (str(reason),), {}, False  # and nothing about sizes, which are the kit's own
         self._check_options()
         refusals: list[str] = []
         asked: dict[str, Any] = {"use_mla": True} if self.use_mla else {}
@@ -126,11 +129,13 @@ class Subject:
             sizes = [{"block_size": size} for size in OTHER_BLOCK_SIZES if size in form.block_sizes]
             for other in (asked, *(asked | size for size in sizes)):
                 try:
-                    return self._choose(**_base(form, **other)).spec, (), other
+                    return self._choose(**_base(form, **other)).spec, (), other, False
                 except _RefusedError as error:
                     reasons = reasons or error.reasons  # of the sizes that are tried first
+                except ConformanceError as error:
+                    return None, (str(error),), {}, True
             refusals += reasons
-        return None, tuple(dict.fromkeys(refusals or ["its spec does not declare use_mla"])), {}
+        return None, tuple(dict.fromkeys(refusals or ["its spec does not declare use_mla"])), {}, False
 
     @property
     def _forms(self) -> list[BackendSpec]:
@@ -159,10 +164,11 @@ class Subject:
 
     @property
     def form(self) -> BackendSpec:
-        """The facts that tests go by; UnsupportedError where no form runs here."""
+        """The facts that tests go by; UnsupportedError where no form runs here, ConformanceError where that is so
+        because the spec's own check fails."""
         form = self._usable[0]
         if form is None:
-            raise UnsupportedError(self.refusal)
+            raise ConformanceError(self.refusal) if self._usable[3] else UnsupportedError(self.refusal)
         return form
 
     def request(self, **changes: Any) -> AttentionRequest:
@@ -226,9 +232,11 @@ class Subject:
         negotiation = negotiate_installed(request, host=self.host)
         choice = choose(negotiation)
         if choice is None:
-            mine = [one for one in negotiation.rejected if one.name == self.name]
-            reasons = [str(reason) for one in mine for reason in one.reasons]
-            raise _RefusedError(reasons or [negotiation.refusal])
+            reasons = [reason for one in negotiation.rejected if one.name == self.name for reason in one.reasons]
+            _let_checks_answer(reasons)
+            raise _RefusedError([*map(str, reasons)] or [negotiation.refusal])
+        for _, passed_over in choice.candidate.passed_over:
+            _let_checks_answer(passed_over)
         return choice
 
     @property
@@ -255,6 +263,15 @@ class Subject:
         if self.form.cuda_graph == "never":
             raise UnsupportedError("its spec says cuda_graph='never'")
         self.require_phase(*phases)
+
+
+def _let_checks_answer(reasons: Sequence[Reason]) -> None:
+    """ConformanceError where one of the ``reasons`` is that the spec's check fails; not on a machine that lacks the
+    device or a distribution, which the check may count on.
+    """
+    failed = next((reason for reason in reasons if isinstance(reason, FailedCheck)), None)
+    if failed is not None and not any(reason.code in ("device", "requirement") for reason in reasons):
+        raise ConformanceError(failed.message)
 
 
 def _as_it_is(backend: AttentionBackend) -> AttentionBackend:
