@@ -37,13 +37,24 @@ def main(question: str, answer: str) -> None:
     asked, file = json.loads(Path(question).read_text(encoding="utf-8")), Path(answer)
     try:
         tell(file, phase="while it was created")
-        backend = select(**asked).create()
+        backend = _created(asked)
         tell(file, phase="while it ran")
         tell(file, **compared(backend, asked))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of the backend, which may raise anything
         tell(file, state="fails", message=describe_error(error))
+
+
+def _created(asked: dict[str, Any]) -> AttentionBackend:
+    """The backend; ConformanceError where it keeps another configuration than it was created for."""
+    choice = select(**asked)
+    backend = choice.create()
+
+    from attncore.testing.engines.left_alone import check_config
+
+    check_config(backend, choice.config())
+    return backend
 
 
 def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]:

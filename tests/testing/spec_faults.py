@@ -11,6 +11,14 @@ def unchecked(self, config):
 Backend.__init__ = unchecked
 """
 
+REPLACED = """
+import dataclasses
+def replaced(self, config):
+    ReferenceBackend.__init__(self, dataclasses.replace(config, {}))
+Backend.__init__ = replaced
+"""
+"""A backend that is made for another configuration than the one that it is given."""
+
 SPEC_FAULTS = (
     Fault(
         "head_size_that_raises",
@@ -133,4 +141,16 @@ Backend.impl = impl
         light="import torch",
     ),
     Fault("stuck_spec", "test_the_plugin_loads", "no licence file", light="raise RuntimeError('no licence file')"),
+    Fault(
+        "rounds_its_block_size",
+        "test_the_factory_makes_the_backend",
+        "created for block_size 4, and its config.block_size is 16",
+        REPLACED.format("block_size=16"),
+    ),
+    Fault(
+        "heads_of_its_own",
+        "test_the_factory_makes_the_backend",
+        "created for num_kv_heads 2, and its config.num_kv_heads is 4",
+        REPLACED.format("num_kv_heads=config.num_heads"),
+    ),
 )

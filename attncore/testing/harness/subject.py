@@ -21,11 +21,12 @@ from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
+from attncore.testing.engines.left_alone import check_config
 from attncore.testing.harness.declared_needs import only_declared_fields
 from attncore.testing.harness.errors import ConformanceError, NotRunError, UnsupportedError
 
 if TYPE_CHECKING:
-    from attncore.abstract import AttentionBackend
+    from attncore.abstract import AttentionBackend, BackendConfig
     from attncore.registry.choice.choice import Choice
 
 
@@ -187,12 +188,18 @@ class Subject:
 
     def another(self, **changes: Any) -> AttentionBackend:
         """A backend for the base request with ``changes``, made anew in each call."""
-        return self._watched(self._choose(**self._base(**changes)).create(self.device, self.options))
+        choice = self._choose(**self._base(**changes))
+        return self._kept(choice.create(self.device, self.options), choice.config(self.device, self.options))
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config = dataclasses.replace(self.backend().config, **changes)
-        return self._watched(self._choose(**self._base()).create_for(config))
+        return self._kept(self._choose(**self._base()).create_for(config), config)
+
+    def _kept(self, backend: AttentionBackend, config: BackendConfig) -> AttentionBackend:
+        """A backend that was created for ``config``, watched; ConformanceError where it keeps another."""
+        check_config(backend, config)
+        return self._watched(backend)
 
     def choice(self) -> Choice:
         """What a negotiation of the base request chooses; UnsupportedError where it refuses the backend."""
