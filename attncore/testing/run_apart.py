@@ -31,7 +31,8 @@ def run_apart(args: argparse.Namespace, words: Sequence[str]) -> int:
     which the test that ran has failed, and the exit code is 1.
     """
     with temporary_folder("conformance") as folder:
-        code, sent = _waited_for([sys.executable, "-P", "-m", "attncore.testing.kit_child", folder, *words])
+        flag = "-I" if sys.flags.isolated else "-P"  # the current folder is not on the path
+        code, sent = _waited_for([sys.executable, flag, "-m", "attncore.testing.kit_child", folder, *words])
         noted = read_journal(Path(folder, JOURNAL))
     if noted.ended is not None and noted.ended == code:
         return code

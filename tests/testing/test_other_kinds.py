@@ -83,6 +83,22 @@ def test_a_check_may_fail_where_what_it_counts_on_is_missing(site):
     assert (code, {row["state"] for row in report.rows()}) == (0, {"unsupported"})
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "head_sizes={96}",
+        "head_sizes={192}",
+        "head_sizes={576}, head_size_v={512}, use_mla=True, mla_only=True, block_sizes={64}",
+    ],
+    ids=["96", "192", "latent rows of 576"],
+)
+def test_large_heads_alone_are_as_exact_as_float32_is(site, facts):
+    plant(site, "large", f"dtypes={{'float32'}}, {facts}")
+    asked = "exponential or test_scale or different_scales or feature_of_the_first"
+    code, report = conformance("large", options=(*QUIET, "-k", asked))
+    assert (code, report.failures) == (0, [])
+
+
 def test_latent_attention_alone_passes(site):
     plant(site, "latent", LATENT_ONLY)
     code, report = conformance("latent", settings="EXAMPLES = 8\n", options=QUIET)

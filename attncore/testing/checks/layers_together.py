@@ -8,7 +8,7 @@ from typing import Any
 
 from attncore.testing.engines.layers import Layers
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES
+from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES, SCALES
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
@@ -34,6 +34,10 @@ def _run(subject: Subject, features: Sequence[Mapping[str, Any]]) -> None:
         layers.step({"a": 1, "b": 3, "c": 1})
 
 
+def _scales(subject: Subject) -> list[dict[str, Any]]:
+    return [{"scale": scale * subject.request().head_size ** -0.5} for scale in SCALES]
+
+
 @covers("layers together")
 def test_layers_that_differ_in_every_declared_feature(attncore_subject: Subject) -> None:
     """A layer for every combination of the window, cap, slopes and sinks that are declared; one of another scale."""
@@ -42,24 +46,26 @@ def test_layers_that_differ_in_every_declared_feature(attncore_subject: Subject)
     for chosen in product((False, True), repeat=len(declared)):
         given = [features for features, wanted in zip(declared, chosen, strict=True) if wanted]
         combined.append({argument: value for one in given for argument, value in one.items()})
-    _run(attncore_subject, [*combined, {"scale": 0.9}])
+    _run(attncore_subject, [*combined, _scales(attncore_subject)[1]])
 
 
 @covers("layers together")
 def test_two_layers_with_other_values(attncore_subject: Subject) -> None:
     """The same feature with two values, among layers without it: windows of two sizes, two caps, two sets of sinks."""
-    features: list[dict[str, Any]] = [{"scale": 0.7}, {}]
+    first, last = _scales(attncore_subject)
+    features: list[dict[str, Any]] = [first, {}]
     for name in FEATURES:
         if name in attncore_subject.form.features:
             features += [dict(FEATURES[name]), dict(OTHER_VALUES[name])]
-    _run(attncore_subject, [*features, {"scale": 0.9}])
+    _run(attncore_subject, [*features, last])
 
 
 @covers("layers together")
 def test_a_feature_of_the_first_layers_and_not_of_the_last(attncore_subject: Subject) -> None:
     """Two values of one feature, then none, and the other way round: what is planned for the first layer of a step may
     do for all that it hides less from, and for no other."""
-    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [({"scale": 0.9}, {"scale": 0.7})]
+    one, other = _scales(attncore_subject)
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(other, one)]
     pairs += [(FEATURES[name], OTHER_VALUES[name]) for name in FEATURES if name in attncore_subject.form.features]
     for first, second in pairs:
         orders: list[list[Mapping[str, Any]]] = [[first, second, {}], [{}, second, first]]

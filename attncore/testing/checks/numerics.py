@@ -16,7 +16,7 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.reading_engine import by_every_method
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import MAX_SIZE, edges
+from attncore.testing.harness.declared_samples import MAX_SIZE, SCALES, edges
 from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -207,7 +207,8 @@ def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> Non
 @covers("prefill")
 def test_scale(attncore_subject: Subject) -> None:
     """The scale is the layer's, not one over the root of the head size."""
-    run_around_a_block(attncore_subject, attncore_subject.backend(), scale=0.7)
+    backend = attncore_subject.backend()
+    run_around_a_block(attncore_subject, backend, scale=SCALES[0] * backend.config.head_size**-0.5)
 
 
 @covers("prefill")
@@ -221,7 +222,8 @@ def test_scores_whose_exponential_is_no_float32(attncore_subject: Subject, score
     for features in samples:
         if not set(features) <= set(attncore_subject.form.features):
             continue
-        engine = Engine(backend, scale=abs(score) / backend.config.head_size, **features)
+        scale = math.ceil(64 * abs(score) / backend.config.head_size) / 64  # exact, and so are sums of scaled queries
+        engine = Engine(backend, scale=scale, **features)
         engine.drawn.every_key = math.copysign(1.0, score)
         run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
         run_decodes_alone(engine)
@@ -232,7 +234,7 @@ def test_layers_with_different_scales(attncore_subject: Subject) -> None:
     """Two layers of one backend keep their own scale (and plan) in the same step."""
     backend = attncore_subject.backend()
     first = Engine(backend)
-    second = Engine(backend, scale=0.9)
+    second = Engine(backend, scale=SCALES[1] * backend.config.head_size**-0.5)
     backend.impl("layers.0", scale=first.features["scale"])
     first.siblings, second.siblings = [("the other layer", second.features)], [("the other layer", first.features)]
     for engine in (second, first):

@@ -31,6 +31,9 @@ LONG_FEATURES: Mapping[str, Mapping[str, Any]] = {
 }
 """The same with values that show over a thousand keys, whose scores reach 10: a window of several hundred tokens,
 slopes that leave the first key its weight, sinks of the size of the sum."""
+SCALES = (2.8, 3.6)
+"""Scales of layers that have their own, over the root of the head size: 0.7 and 0.9 with heads of 16. With larger
+heads the scores would else grow until their float32 is not as exact as the tolerance."""
 TOGETHER = "together"
 """In place of a feature: all that are declared."""
 MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
