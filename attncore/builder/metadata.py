@@ -299,6 +299,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
             "decodes_first": self.decodes_first,
             "from_groups": self.from_groups,
         }  # fmt: skip
+        lengths = slices.own_array(host, "seq_lens") if encoder_counts else None
+        if lengths is not None and slices.own_array(host, "slot_mapping") is None:  # of a cross group
+            values_of_view["max_seq_len"] = int(lengths.max(initial=0))  # the encoder's, not the decoder's
         if maps := self.placeholder_maps:
             parts = {name: one.of_tokens(start, stop, first) for name, one in maps.items()}
             values_of_view["_placeholder_maps"] = {name: one for name, one in parts.items() if len(one.token_indices)}

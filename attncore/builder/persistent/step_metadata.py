@@ -240,11 +240,6 @@ class CrossStepMetadata(StepMetadata):
 
     max_seq_len = _count("max_encoder_seq_len")
 
-    def _view(self, *rows: int, **counts: Any) -> CommonAttentionMetadata:
-        view = super()._view(*rows, **counts)
-        view.max_seq_len = int(view.host.seq_lens.max(initial=0))  # the encoder's; the counts have the decoder's
-        return view
-
 
 class HostStepMetadata(StepMetadata):
     """A step of a builder without a backend, where its fields are those of ``host``."""

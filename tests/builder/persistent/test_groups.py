@@ -8,7 +8,15 @@ import pytest
 from builder.persistent.group_batches import CROSS, FULL, WINDOW, batch_of, cross_batch
 from core_state import core_state
 
-from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
+from attncore.builder import (
+    ContextParallel,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    metadata_from_fields,
+    slice_by_requests,
+    slice_metadata,
+)
 
 EXPANDED = KVCacheGroup("window", 8, kernel_block_size=4, sliding_window=6)
 
@@ -280,6 +288,9 @@ def test_views_of_a_cross_group_have_the_encoders_longest_length(kernels):
     batch.add_request("b", {"self": [8, 9], "cross": [10, 11]}, 0, encoder_seq_len=6)
     step = builder.build({"b": 3}).groups["cross"]
     assert step.max_seq_len == 20
-    for view in (step.decode_metadata, step.prefill_metadata):
-        assert view.max_seq_len == view.seq_lens.max()
+    received = metadata_from_fields(step.asdict_zerocopy())
+    parts = (step, received, *(slice_metadata(step, part, block_size=4) for part in slice_by_requests([1, 3], 2)))
+    for part in (*parts, step.decode_metadata, step.prefill_metadata):
+        for view in filter(None, (part.decode_metadata, part.prefill_metadata)):
+            assert view.max_seq_len == view.seq_lens.max()
     assert [step.decode_metadata.max_seq_len, step.prefill_metadata.max_seq_len] == [20, 6]
