@@ -72,10 +72,20 @@ class DeviceView(CommonAttentionMetadata):
             return part
         return rebased(part, field.rebase, rows.start, self._tokens.start)
 
+    def _view(
+        self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
+    ) -> CommonAttentionMetadata:
+        # Of the device's tensors again: the host's lengths may be bounds.
+        view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
+        vars(view)["_taken_of"] = vars(self)["_taken_of"]
+        return DeviceView(view, self, first, last, start, stop)
+
     @property
     def knows_pages(self) -> bool:
         """Whether it is known where the view's page indices begin."""
-        return not self._rows.start or self._exact("paged_kv_indptr")
+        if self._rows.start:
+            return self._exact("paged_kv_indptr")
+        return not isinstance(self._whole, DeviceView) or self._whole.knows_pages
 
     def _exact(self, name: str) -> bool:
         """Whether the host has a field of starts as the device has it."""
@@ -88,7 +98,11 @@ def host_lengths_of(metadata: Any) -> str:
     """What the host knows of the lengths of a step, or of the step that a view was taken of: ``exact``, or ``bounded``
     or ``none``, where the device alone does.
     """
-    while (taken_of := vars(metadata).get("_taken_of")) is not None:
-        metadata = taken_of[0]
-    builder = metadata.builder
-    return "exact" if builder is None else str(builder.host_lengths(metadata))
+    step = step_of(metadata)
+    return "exact" if step.builder is None else str(step.builder.host_lengths(step))
+
+
+def step_of(metadata: Any) -> Any:
+    """The step that a view was taken of; other metadata itself."""
+    taken_of = getattr(metadata, "__dict__", {}).get("_taken_of")
+    return metadata if taken_of is None else taken_of[0]

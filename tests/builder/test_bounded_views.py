@@ -88,6 +88,34 @@ def adopted(**lengths):
     )
 
 
+@pytest.mark.parametrize("part", ["decode_metadata", "prefill_metadata"])
+def test_views_of_a_view_are_those_of_the_exact_step(kernels, part):
+    """A backend may ask a microbatch for its decodes."""
+    (builder, step), (_other, same) = overlapped(kernels), exact(kernels)
+    for rows in (BatchSlice(0, 2, 0, 8), BatchSlice(1, 3, 3, 18), BatchSlice(1, 3, 4, 16)):
+        found, wanted = (slice_metadata(one, rows, block_size=16) for one in (step, same))
+        of_found, of_wanted = getattr(found, part), getattr(wanted, part)
+        assert (of_found is None) == (of_wanted is None)
+        if of_found is not None:
+            assert numbers(of_found) == numbers(of_wanted)
+            assert builder.host_lengths(of_found) == builder.host_lengths(found) == "bounded"
+            assert repr(of_found).startswith("<DeviceView of step 1: ")
+    found, wanted = getattr(step, part), getattr(same, part)
+    last = BatchSlice(found.num_reqs - 1, found.num_reqs, found.num_tokens - 2, found.num_tokens)
+    found, wanted = (slice_metadata(one, last, block_size=16) for one in (found, wanted))
+    assert numbers(found) == numbers(wanted)
+    with pytest.raises(ValueError, match=r"^metadata: the host's lengths of this step are bounded, not exact"):
+        ContextParallel(2, 0, 8).metadata(found)
+
+
+def test_views_of_a_view_of_an_adopted_step_are_those_of_the_exact_one():
+    (steps, step) = adopted(host_seq_lens=np.array([20, 50], np.int32), bounded=True)
+    (_other, same) = adopted()
+    found, wanted = (slice_metadata(one.prefill_metadata, BatchSlice(1, 2, 10, 22)) for one in (step, same))
+    assert numbers(found.prefill_metadata) == numbers(wanted.prefill_metadata)
+    assert steps.host_lengths(found) == steps.host_lengths(found.prefill_metadata) == "bounded"
+
+
 def test_a_cut_request_has_the_pages_of_its_exact_length():
     (_one, step) = adopted(host_seq_lens=np.array([20, 50], np.int32), bounded=True)
     (_other, same) = adopted()

@@ -19,6 +19,7 @@ from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, Sizes, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
 from attncore.builder.device.memory import Readers
+from attncore.builder.device_slices import step_of
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError
@@ -135,8 +136,9 @@ class AdoptedSteps(Uncopied):
         return int(self._fields.nbytes + sum(host))
 
     def host_lengths(self, metadata: Any) -> str:
-        """What the host knows of the lengths of a step: ``exact``, ``bounded`` (upper bounds) or ``none``."""
-        return str(getattr(metadata, "lengths", "exact"))
+        """What the host knows of the lengths of a step, or of views of one: ``exact``, ``bounded`` (upper bounds) or
+        ``none``."""
+        return str(getattr(step_of(metadata), "lengths", "exact"))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> None:
         """Registers a size that a graph is captured for: ``num_reqs`` rows of ``query_len`` tokens.

@@ -13,6 +13,7 @@ from attncore import arguments, env
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.device.captured_sizes import of_size
 from attncore.builder.device.transport import sends
+from attncore.builder.device_slices import step_of
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.assembly import Assembly
@@ -346,8 +347,9 @@ class MetadataBuilder(RunsAhead, Uncopied):
         return profile_metadata(lens, has_pages=0 in self._backends.page_lists, backend=backend)
 
     def host_lengths(self, metadata: StepMetadata) -> str:
-        """``"bounded"`` for an overlapped step, whose lengths on the host are upper bounds, else ``"exact"``."""
-        return self._overlap.lengths_of(metadata) if self._overlap is not None else "exact"
+        """``"bounded"`` for an overlapped step, whose lengths on the host are upper bounds, and for views of one; else
+        ``"exact"``."""
+        return self._overlap.lengths_of(step_of(metadata)) if self._overlap is not None else "exact"
 
     def register_field(self, name: str, dtype: Any, per: str, fill: FillField) -> None:
         """Adds a field of the engine's to every step: ``metadata.<name>`` on the device, ``metadata.host.<name>``.
