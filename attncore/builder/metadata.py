@@ -290,6 +290,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         ``whole_encoder``: the encoder fields cover all rows, as in views of the first generation.
         """
         host, encoder_counts = slices.slice_host(self.host, first, last, start, stop, whole_encoder)
+        if whole_encoder:  # of all requests, of which this may be a view of some
+            encoder_counts = {name: getattr(self, name) for name in encoder_counts}
         none = dict.fromkeys(COUNTS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
         values_of_view = none | counts | encoder_counts | {
             "num_reqs": last - first,

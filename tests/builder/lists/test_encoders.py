@@ -199,6 +199,14 @@ def test_a_slice_has_the_encoders_of_its_rows(kernels):
     }
 
 
+def test_views_have_the_encoders_of_all_rows_and_so_have_theirs(kernels):
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, kernels=kernels)
+    metadata = builder.build([prompt(6, [7, 9]), prompt(3, [4]), decode(), decode(0, [])])
+    for part in ("prefill_metadata", "decode_metadata"):
+        view = getattr(metadata, part)
+        assert fields(view) == fields(getattr(view, part)) == fields(metadata)
+
+
 def test_views_of_the_persistent_builder_have_the_encoders_of_their_rows(kernels):
     groups = [KVCacheGroup("full", 4), KVCacheGroup("cross", 4, cross=True)]
     batch = InputBatch(max_num_reqs=2, max_model_len=32, groups=groups, max_encoder_len=16, kernels=kernels)
