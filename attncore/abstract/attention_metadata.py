@@ -43,9 +43,7 @@ class AttentionMetadata(StepArrays["Tensor", "Tensor"], Protocol):
     """
 
     host: HostArrays
-    """The arrays on the host. The host knows lengths exactly unless the step was built overlapped
-    (``builder.host_lengths``).
-    """
+    """The arrays on the host. It knows lengths exactly unless ``host_lengths`` says otherwise."""
     num_reqs: int
     num_tokens: int
     num_decodes: int
@@ -86,6 +84,12 @@ class AttentionMetadata(StepArrays["Tensor", "Tensor"], Protocol):
     @property
     def kept(self) -> dict[Any, Any]:
         """A place for what a backend makes for this step, by keys of its own; empty again when the next step comes."""
+
+    @property
+    def host_lengths(self) -> str:
+        """``exact``; ``bounded`` where lengths on the host are upper bounds of the device's, as of a step that was
+        built overlapped; ``none`` where the host has none. A view says what its step says.
+        """
 
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:

@@ -90,19 +90,5 @@ class DeviceView(CommonAttentionMetadata):
     def _exact(self, name: str) -> bool:
         """Whether the host has a field of starts as the device has it."""
         return name == "query_start_loc" or (
-            host_lengths_of(self._whole) == "exact" and getattr(self._whole.host, name, None) is not None
+            self._whole.host_lengths == "exact" and getattr(self._whole.host, name, None) is not None
         )
-
-
-def host_lengths_of(metadata: Any) -> str:
-    """What the host knows of the lengths of a step, or of the step that a view was taken of: ``exact``, or ``bounded``
-    or ``none``, where the device alone does.
-    """
-    step = step_of(metadata)
-    return "exact" if step.builder is None else str(step.builder.host_lengths(step))
-
-
-def step_of(metadata: Any) -> Any:
-    """The step that a view was taken of; other metadata itself."""
-    taken_of = getattr(metadata, "__dict__", {}).get("_taken_of")
-    return metadata if taken_of is None else taken_of[0]

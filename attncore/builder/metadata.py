@@ -224,6 +224,14 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         return view
 
     @property
+    def host_lengths(self) -> str:
+        """What ``host`` knows of the lengths of this step, or of the one that this is a view of: ``exact``;
+        ``bounded``, upper bounds of those on the device; ``none``.
+        """
+        step = step_of(self)
+        return "exact" if step.builder is None else str(step.builder.host_lengths(step))
+
+    @property
     def decode_metadata(self) -> CommonAttentionMetadata | None:
         """The decodes of this step as a batch of their own; None without decodes. Cached."""
         view: CommonAttentionMetadata | None = self._cached("_decode", self._decode_view)
@@ -325,6 +333,12 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         if (states := vars(self).get("states")) is not None:
             of_rows = {name: of_group.of_rows(view, first, last) for name, of_group in states.items()}
             vars(view)["states"] = MappingProxyType(of_rows)
+
+
+def step_of(metadata: Any) -> Any:
+    """The step that a view was taken of; other metadata itself."""
+    taken_of = getattr(metadata, "__dict__", {}).get("_taken_of")
+    return metadata if taken_of is None else taken_of[0]
 
 
 def check_metadata(name: str, metadata: Any) -> None:

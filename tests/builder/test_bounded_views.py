@@ -99,6 +99,8 @@ def test_views_of_a_view_are_those_of_the_exact_step(kernels, part):
         if of_found is not None:
             assert numbers(of_found) == numbers(of_wanted)
             assert builder.host_lengths(of_found) == builder.host_lengths(found) == "bounded"
+            assert of_found.host_lengths == found.host_lengths == step.host_lengths == "bounded"
+            assert of_wanted.host_lengths == wanted.host_lengths == same.host_lengths == "exact"
             assert repr(of_found).startswith("<DeviceView of step 1: ")
     found, wanted = getattr(step, part), getattr(same, part)
     last = BatchSlice(found.num_reqs - 1, found.num_reqs, found.num_tokens - 2, found.num_tokens)
@@ -114,6 +116,7 @@ def test_views_of_a_view_of_an_adopted_step_are_those_of_the_exact_one():
     found, wanted = (slice_metadata(one.prefill_metadata, BatchSlice(1, 2, 10, 22)) for one in (step, same))
     assert numbers(found.prefill_metadata) == numbers(wanted.prefill_metadata)
     assert steps.host_lengths(found) == steps.host_lengths(found.prefill_metadata) == "bounded"
+    assert found.prefill_metadata.host_lengths == step.host_lengths == "bounded"
 
 
 def test_a_cut_request_has_the_pages_of_its_exact_length():

@@ -19,7 +19,7 @@ from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, Sizes, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
 from attncore.builder.device.memory import Readers
-from attncore.builder.device_slices import step_of
+from attncore.builder.metadata import step_of
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError

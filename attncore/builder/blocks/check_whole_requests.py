@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from attncore.builder.device_slices import host_lengths_of
 from attncore.builder.metadata import CommonAttentionMetadata
 
 
@@ -14,7 +13,7 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
     It refuses a step padded for a graph, with draft trees or spans, of a cross group, of one rank, with lengths that a
     window has capped, or whose lengths the device alone knows.
     """
-    if (lengths := host_lengths_of(metadata)) != "exact":
+    if (lengths := metadata.host_lengths) != "exact":
         raise ValueError(f"metadata: the host's lengths of this step are {lengths}, not exact; {why}")
     host = metadata.host
     if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):

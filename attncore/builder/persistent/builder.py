@@ -13,9 +13,8 @@ from attncore import arguments, env
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.device.captured_sizes import of_size
 from attncore.builder.device.transport import sends
-from attncore.builder.device_slices import step_of
 from attncore.builder.fields import Length, engine_field
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, step_of
 from attncore.builder.persistent.assembly import Assembly
 from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.draft_trees import DraftTrees, check_draft_trees

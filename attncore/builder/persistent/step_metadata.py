@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attncore.builder.device.arena import Arrays
-from attncore.builder.device_slices import DeviceView, host_lengths_of
+from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut, read_alone
@@ -213,7 +213,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
         if view is not None and "prefill_seq_start_loc" in self._arrays:
             for name in ("query_start_loc", "seq_start_loc"):  # the kernel wrote the rebased sums in the same pass
                 setattr(view.host, name, self._arrays[f"prefill_{name}"][: self.num_prefills + 1])
-                exact = name == "query_start_loc" or host_lengths_of(self) == "exact"
+                exact = name == "query_start_loc" or self.host_lengths == "exact"
                 exact = exact and (self._side is None or f"prefill_{name}" not in self._side.unsent)
                 if self._device is not None and exact:  # else the view takes what was corrected on the device
                     setattr(view, name, self._device[f"prefill_{name}"][: self.num_prefills + 1])

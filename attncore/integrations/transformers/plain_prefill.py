@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from attncore.arguments import integer
 from attncore.builder import CommonAttentionMetadata, context_chunk_metadata, context_chunks, new_tokens_metadata
-from attncore.builder.device_slices import host_lengths_of
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.merge import merge_attention
 from attncore.reference import cache as reference_cache
@@ -173,7 +172,7 @@ class PlainLayers:
         if not isinstance(metadata, CommonAttentionMetadata) or metadata.use_cuda_graph or not metadata.num_prefills:
             return False
         host = metadata.host
-        if getattr(host, "block_table", None) is None or host_lengths_of(metadata) != "exact":
+        if getattr(host, "block_table", None) is None or metadata.host_lengths != "exact":
             return False  # of an engine's own tensors, or upper bounds
         if any(getattr(host, name, None) is not None for name in ("tree_mask", "span_ends")):
             return False

@@ -12,6 +12,7 @@ import torch
 
 from attncore import CacheWriter
 from attncore.builder import (
+    BatchSlice,
     CascadeRule,
     CommonMetadataBuilder,
     InputBatch,
@@ -22,6 +23,7 @@ from attncore.builder import (
     context_chunk_metadata,
     context_chunks,
     new_tokens_metadata,
+    slice_metadata,
 )
 from attncore.dense import dense_attention
 
@@ -212,8 +214,12 @@ def test_a_step_built_overlapped_has_no_cascade(generation: str) -> None:
     )
     for index in range(3):
         batch.add_request(index, [1, 2 + index], num_computed_tokens=size)
-    assert backend.cascade(builder.build(query_len=3), RULE) is not None
-    assert backend.cascade(builder.build(query_len=3, overlapped=True), RULE) is None
+    for overlapped in (False, True):
+        step = builder.build(query_len=3, overlapped=overlapped)
+        view = slice_metadata(step, BatchSlice(0, 3, 0, 9))
+        assert view.host_lengths == step.host_lengths == ("bounded" if overlapped else "exact")
+        for one in (step, view):
+            assert (backend.cascade(one, RULE) is None) == overlapped
 
 
 @pytest.mark.parametrize("prompts", [0, 1])

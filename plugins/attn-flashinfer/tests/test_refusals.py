@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flashinfer_standin as standin
@@ -9,7 +10,8 @@ import pytest
 import torch
 from attn_flashinfer import impl, modules
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import BatchSlice, InputBatch, MetadataBuilder, slice_metadata
+from attncore.reference import ReferenceBackend
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,26 @@ def test_a_batch_of_more_blocks_than_the_cache_has() -> None:
             with pytest.raises(ValueError, match="num_blocks: the batch takes block ids below 9, but the largest"):
                 builder.build()
     assert builder.build().num_reqs == 1
+
+
+def test_a_view_of_a_step_whose_lengths_the_device_alone_knows_is_not_planned() -> None:
+    """The plan would be made of the host's bounds. Another backend's step is such a one: this one refuses to build it
+    without a graph.
+    """
+    backend = standin.backend()
+    backend.impl("layers.0", scale=1.0)
+    spec = dataclasses.replace(backend.config.spec, host_lengths="bounded")
+    other = ReferenceBackend(dataclasses.replace(backend.config, spec=spec))
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    rejected = torch.zeros(2, dtype=torch.int32)
+    builder = MetadataBuilder(batch, other, max_num_batched_tokens=8, num_rejected=rejected, transport="copy")
+    for name in (1, 2):
+        batch.add_request(name, [2 * name, 2 * name + 1], 3)
+    exact = slice_metadata(builder.build(query_len=2), BatchSlice(0, 2, 0, 4), block_size=4)
+    backend.plan(exact)
+    view = slice_metadata(builder.build(query_len=2, overlapped=True), BatchSlice(0, 2, 0, 4), block_size=4)
+    with pytest.raises(ValueError, match=r"^metadata: a view of a step whose lengths the device alone knows"):
+        backend.plan(view)
 
 
 def test_a_profiling_run_without_keys_gives_zeros() -> None:

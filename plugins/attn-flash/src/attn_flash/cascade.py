@@ -28,9 +28,9 @@ def cascade_step(
 ) -> CascadeStep | None:
     """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing.
 
-    None, too, for a step that was built overlapped: the host does not know its lengths.
+    None, too, for a step that was built overlapped, and for views of one: the host does not know its lengths.
     """
-    if metadata.builder is not None and metadata.builder.host_lengths(metadata) != "exact":
+    if metadata.host_lengths != "exact":
         return None
     host = metadata.host
     null_block = None if metadata.from_groups else 0

@@ -145,7 +145,14 @@ class FlashInferBackend(AttentionBackend):
             )
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Plans the step for every distinct key of the layers; see the base class."""
+        """Plans the step for every distinct key of the layers; see the base class. ValueError for a view of a step of
+        whose lengths the host has bounds: only the graph of the whole step plans by the device's.
+        """
+        if metadata.builder is None and metadata.host_lengths != "exact":
+            raise ValueError(
+                "metadata: a view of a step whose lengths the device alone knows, and FlashInfer plans by the host's; "
+                "plan the whole step"
+            )
         self._settle(metadata)
         if self._checks_tables:
             check_table(metadata, self.shape.block_size, self.num_blocks)
