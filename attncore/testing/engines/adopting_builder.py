@@ -23,8 +23,8 @@ _ALL_REQUESTS: Mapping[Any, int] = {}
 class AdoptingBuilder:
     """Steps of ``batch`` for ``backend`` as ``MetadataBuilder`` builds them, but adopted from an engine's tensors.
 
-    The engine pads a captured size as serving engines do: length 0, slot -1, row 0 of the table. Copies to its buffers
-    do not wait for the device.
+    The engine pads a captured size as serving engines do: length 0, slot -1, row 0 of the table. Its table is the left
+    part of a wider one. Copies to its buffers do not wait for the device.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class AdoptingBuilder:
         with torch.inference_mode(False):
             self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
             self._lengths = torch.zeros(rows, dtype=torch.int32, device=self._device)
-            self._table = torch.zeros((rows, width), dtype=torch.int32, device=self._device)
+            # Rows may have any stride: behind each stand blocks that are none of its request's.
+            self._table = torch.ones((rows, width + 3), dtype=torch.int32, device=self._device)[:, :width]
             self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self._device)
         self._query_lens: dict[int, int] = {}
 

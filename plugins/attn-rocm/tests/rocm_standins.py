@@ -83,6 +83,7 @@ def paged_attention_v1(
     assert workspace_buffer.dtype == torch.uint8
     assert len(workspace_buffer) >= parts * (size * query.element_size() + 8)
     assert query.is_contiguous()
+    assert block_tables.is_contiguous()
     assert int(context_lens.max()) <= max_context_len
     assert (kv_cache_dtype, fp8_out_scale, mtp, sliding_window) == ("auto", None, 1, 0)
     assert float(k_scale) == float(v_scale) == 1.0

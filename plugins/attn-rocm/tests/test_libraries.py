@@ -19,6 +19,7 @@ from attncore.builder import (
 )
 from attncore.builder.fields import ARRAYS
 from attncore.dense import dense_attention
+from attncore.testing.engines.adopting_builder import AdoptingEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.reading_engine import WRITERS, ReadingEngine
@@ -58,6 +59,17 @@ def test_layers_that_attend_without_writing(variant, written_by, monkeypatch):
     backend = standins.backend(variant)
     for batch in (MIXED, PROMPTS, DECODES):
         run_batch(ReadingEngine(backend, written_by=written_by, nan=written_by == "write_cache"), batch)
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_adopted_steps_whose_table_is_a_part_of_a_wider_one(variant, monkeypatch):
+    standins.install(monkeypatch, variant)
+    engine = AdoptingEngine(standins.backend(variant))
+    for name, context in (("a", 3), ("b", 16), ("c", 33)):
+        engine.add(name, context + 20)
+    engine.fill({"a": 3, "b": 16, "c": 33})
+    for scheduled in ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 5, "c": 1}):
+        engine.step(scheduled)
 
 
 @pytest.mark.parametrize("nan", [False, True])

@@ -62,7 +62,7 @@ class XqaDecode:
             query.contiguous(),  # of the tensors it takes, XQA asks the caches alone for their strides
             caches,
             self._memory,
-            table,
+            table.contiguous(),  # an engine's own may have any; copied in each run, for a graph reads it in each replay
             seq_lens,
             self._longest,
             bmm1_scale=settings.scale * k_scale,

@@ -119,7 +119,8 @@ class AiterPagedImpl(TritonImpl):
         workspace = query.new_empty(parts * (config.head_size * query.element_size() + 8), dtype=torch.uint8)
         self.backend.paged_attention_v1(
             out=output, workspace_buffer=workspace, query=query.contiguous(), key_cache=keys,
-            value_cache=values, scale=self.scale, block_tables=decodes.block_table,
+            value_cache=values, scale=self.scale,
+            block_tables=decodes.block_table.contiguous(),  # aiter takes its columns for the stride of its rows
             cu_query_lens=decodes.query_start_loc,
             context_lens=decodes.seq_lens[:rows], max_context_len=decodes.max_seq_len, alibi_slopes=self.slopes,
             kv_cache_dtype="auto", kv_cache_layout=config.kv_cache_layout, logits_soft_cap=self.logits_soft_cap or 0.0,
