@@ -100,8 +100,8 @@ class _ImplOverRanks(AttentionImpl):
         output: Tensor | None = None, *, write: bool = True,
     ) -> Tensor:  # fmt: skip
         """See the base class. All ranks call it for the same step, with the same number of tokens."""
-        if kv_cache is None:  # profiling: there are no keys but the step's
-            return self._whole.forward(query, key, value, None, metadata, output, write=write)
+        if kv_cache is None or _brings_its_keys(metadata):
+            return self._whole.forward(query, key, value, kv_cache, metadata, output, write=write)
         return self.forward_with_lse(query, key, value, kv_cache, metadata, output, write=write)[0]
 
     def forward_with_lse(
@@ -109,8 +109,8 @@ class _ImplOverRanks(AttentionImpl):
         output: Tensor | None = None, *, write: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``forward``, and the log-sum-exp over the keys of all ranks, float32 (tokens, heads)."""
-        if kv_cache is None:
-            return self._whole.forward_with_lse(query, key, value, None, metadata, output, write=write)
+        if kv_cache is None or _brings_its_keys(metadata):
+            return self._whole.forward_with_lse(query, key, value, kv_cache, metadata, output, write=write)
         self.check_order(query, metadata)
         if output is not None:
             self._check_output(query, output)
@@ -156,6 +156,11 @@ class _ImplOverRanks(AttentionImpl):
 
     def _exchange(self, query: Tensor) -> Exchange:
         return Exchange(self._shape(query), query.dtype, query.device)
+
+
+def _brings_its_keys(metadata: AttentionMetadata) -> bool:
+    """Whether a step's keys are all its own, as those of a profiling run: no rank has others."""
+    return metadata.from_groups and not metadata.block_table.shape[1]
 
 
 class _BackendOverRanks(AttentionBackend):

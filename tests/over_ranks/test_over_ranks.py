@@ -222,8 +222,13 @@ def test_a_profiling_run_asks_no_other_rank(alone, monkeypatch):
     )  # fmt: skip
     metadata, tensors = builder.build_profile([3, 5]), [torch.randn(8, heads, 8) for heads in (4, 2, 2)]
     monkeypatch.delattr("attncore.ranks.exchange._all_gather")
-    expected = make_backend().impl("layer", scale=0.3).forward(*tensors, None, metadata)
-    assert torch.equal(backend.impl("layer", scale=0.3).forward(*tensors, None, metadata), expected)
+    inner = make_backend()
+    expected, lse = inner.impl("layer", scale=0.3).forward_with_lse(*tensors, None, metadata)
+    impl, cache = backend.impl("layer", scale=0.3), inner.allocate_kv_cache(3)
+    for kv_cache in (None, cache):  # one that is given is not written
+        torch.testing.assert_close(impl.forward(*tensors, kv_cache, metadata), expected)
+        torch.testing.assert_close(impl.forward_with_lse(*tensors, kv_cache, metadata), (expected, lse))
+    assert not cache.any()
 
 
 def test_scales_and_blocks_are_those_of_the_backend(alone):

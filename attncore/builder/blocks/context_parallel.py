@@ -166,6 +166,9 @@ class ContextParallel:
         host = metadata.host
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens
+        table = self.block_table(host.block_table, lens)
+        if not table.shape[1]:  # a table without columns says that all keys are the step's own
+            table = np.zeros((len(table), 1), np.int32)
         fields = HostArrays(
             slot_mapping=self.local_slots(host.slot_mapping),
             positions=own_array(host, "positions"),
@@ -175,7 +178,7 @@ class ContextParallel:
             query_lens=own_array(host, "query_lens"),
             logits_indices=own_array(host, "logits_indices"),
             query_start_loc=own_array(host, "query_start_loc"),
-            block_table=self.block_table(host.block_table, lens),
+            block_table=table,
         )
         fields.seq_start_loc = host_functions.build_query_start_loc(fields.seq_lens)
         pages = host_functions.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)

@@ -15,6 +15,7 @@ from attncore.builder import (
     BatchSlice,
     CascadeRule,
     CommonMetadataBuilder,
+    ContextParallel,
     InputBatch,
     KVCacheGroup,
     MetadataBuilder,
@@ -352,3 +353,17 @@ def test_a_list_whose_tensors_are_exchanged(generation: str, kind: Any) -> None:
             part.normal_()
         expected = another.forward(*new, tuple(part.clone() for part in given), metadata)
         assert torch.equal(impl.forward(*new, given, metadata), expected), step
+
+
+def test_a_rank_that_keeps_no_key_attends_over_none(generation: str) -> None:
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    batch = InputBatch(max_num_reqs=2, max_model_len=4 * size, block_size=2 * size)
+    batch.add_request("a", [1], 2)
+    whole = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    metadata = ContextParallel(2, 1, size, interleave=size).metadata(whole, backend)
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(4)
+    output, lse = impl.forward_with_lse(*tensors(1), cache, metadata)
+    assert not output.any()
+    assert lse.isinf().all()
+    assert not cache.any()

@@ -161,3 +161,12 @@ RANK = ContextParallel(2, 0, 4)
 def test_bad_input_names_its_argument(call, message):
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         call()
+
+
+def test_a_rank_that_keeps_no_key_has_a_table_with_a_column():
+    """Without one all keys of a step would be its own."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=8)
+    batch.add_request("a", [1], 2)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    mine = ContextParallel(2, 1, 4, interleave=4).metadata(metadata)
+    assert (mine.seq_lens.tolist(), mine.block_table.tolist()) == ([0], [[0]])
