@@ -37,10 +37,11 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
     device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names the
     field where it is unknown or no such count, where an array's length is not that of the counts, where starts
-    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, where indices
-    (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step, and where masks
-    (``tree_mask``) are of no trees or ``span_ends`` of no spans; ValueError for a missing count, and for a missing
-    field that the backend's spec declares (``backend.check_metadata``), and for drafts on a rank.
+    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, or count other tokens of a row,
+    of the decodes or of the prefills, where indices (``logits_indices``, ``token_to_req_indices``) are of no token or
+    request of the step, and where masks (``tree_mask``) are of no trees or ``span_ends`` of no spans; ValueError for a
+    missing count, and for a missing field that the backend's spec declares (``backend.check_metadata``), and for drafts
+    on a rank.
 
     That block ids, slots and lengths are those of a cache and of its table is the caller's to know: no cache is known
     here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
@@ -69,6 +70,7 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     _check_counts(values)
     _check_lengths(host, values)
     _check_starts(host, values["num_tokens"])
+    _check_rows(host, values)
     _check_indices(host, values["num_tokens"], values["num_reqs"])
     _check_trees(host)
     _check_spans(host)
@@ -174,6 +176,23 @@ def _check_starts(host: Any, num_tokens: int) -> None:
         what, end = ends.get(name, ("", INT32_MAX))
         if starts[-1] > end:
             raise ValueError(f"fields[{name!r}]: it ends with {starts[-1]}, but there are {end} {what}")
+
+
+def _check_rows(host: Any, values: Mapping[str, int | bool]) -> None:
+    """ValueError where ``query_start_loc`` counts other tokens of a row, of the decodes or of the prefills."""
+    starts, lengths = host.peek("query_start_loc"), host.peek("query_lens")
+    if starts is None:
+        return
+    if lengths is not None and not np.array_equal(np.diff(starts), lengths):
+        raise ValueError(
+            f"fields['query_lens']: {quoted(lengths.tolist())} found beside query_start_loc {quoted(starts.tolist())}"
+        )
+    first, last = ("decode", "prefill") if values.get("decodes_first") else ("prefill", "decode")
+    border = int(starts[values[f"num_{first}s"] if values[f"num_{last}s"] else -1])
+    for kind, found in ((first, border), (last, int(starts[-1]) - border)):
+        tokens = values[f"num_{kind}_tokens"]
+        if found > tokens or (found < tokens and not values["use_cuda_graph"]):
+            raise ValueError(f"fields['num_{kind}_tokens']: {tokens} found, but query_start_loc counts {found}")
 
 
 def _check_indices(host: Any, num_tokens: int, num_reqs: int) -> None:

@@ -145,6 +145,8 @@ def slice_host(
             arrays[name] = array = None
         if array is None:  # a cross group has no slot_mapping
             continue
+        if length is Length.ENCODER_TOKEN and memory("encoder_query_start_loc") is None:
+            continue  # skipped by who sent the step: whose tokens these are is not known
         rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
         arrays[name] = rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start)
     indptr = memory("paged_kv_indptr")

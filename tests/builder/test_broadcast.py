@@ -199,6 +199,29 @@ def test_starts_that_lead_beyond_what_they_count_are_refused(name, value, messag
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("query_lens", [2, 6], r"fields\['query_lens'\]: \[2, 6\] found beside query_start_loc \[0, 1, 7\]"),
+        ("query_start_loc", [0, 2, 7], r"fields\['query_lens'\]: \[1, 6\] found beside query_start_loc \[0, 2, 7\]"),
+        ("decodes_first", False, r"fields\['num_prefill_tokens'\]: 6 found, but query_start_loc counts 1"),
+    ],
+)
+def test_starts_that_say_other_rows_than_the_step_has_are_refused(name, value, message):
+    """Views of its decodes and prefills would have starts beyond their tokens."""
+    fields = persistent().asdict_zerocopy()
+    with pytest.raises(ValueError, match=message):
+        received(fields | {name: value if name == "decodes_first" else np.array(value, np.int32)})
+
+
+def test_tokens_of_encoders_are_left_out_of_views_where_their_starts_were_skipped():
+    group = SequenceGroup(True, [Sequence(0, 2, 0, [3])], encoder_seq_len=3, cross_block_table=[4])
+    step = CommonMetadataBuilder(4, encoder_decoder=True).build([group])
+    view = received(step.asdict_zerocopy({"encoder_query_start_loc"})).prefill_metadata
+    assert "cross_slot_mapping" not in dir(view.host)
+    assert view.slot_mapping.tolist() == [12, 13]
+
+
+@pytest.mark.parametrize(
     ("name", "wrong", "what"),
     [
         ("logits_indices", 100, "7 tokens"),
