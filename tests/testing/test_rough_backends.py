@@ -19,6 +19,10 @@ class Silent(BaseException):
     def __str__(self):
         raise SystemExit(0)
 
+class Shy:
+    def __repr__(self):
+        raise SystemExit(0)
+
 class Impl(ReferenceImpl):
     def forward(self, *args, **kwargs):
         if not hasattr(sys, {once!r}):
@@ -85,6 +89,15 @@ def test_an_error_whose_text_raises_is_a_failure(site, capsys):
     assert "INTERNALERROR" not in shown.out + shown.err
     (failure,) = json.loads(shown.out)["failures"]
     assert failure["reason"].startswith("Silent without a message")
+
+
+def test_an_object_whose_repr_raises_is_a_failure(site, capsys):
+    plant(site, "shy", "del sys.once_shy; super().forward(*args, **kwargs); return Shy()")
+    assert main(["shy", "--json", "--examples", "1", "-k", "test_decode"]) == 1
+    shown = capsys.readouterr()
+    assert "INTERNALERROR" not in shown.out + shown.err
+    (failure,) = json.loads(shown.out)["failures"]
+    assert failure["reason"] == "forward gave an output of type Shy; the contract says a tensor"
 
 
 def test_an_interrupt_that_a_backend_may_have_raised_names_it(site, capsys):

@@ -7,6 +7,7 @@ It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import traceback
 import unittest
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -134,12 +135,11 @@ def pytest_runtest_makereport(
     words = ""
     # --tb=long has all frames
     if row is not None and found and not isinstance(found.value, _OUTCOMES) and _has_short_tracebacks(item.config):
-        words = shown(found.value)
-    if (
-        found and words
-    ):  # pytest would render the whole text of the error, and of those that it was raised from, however long
-        brief = ConformanceError(told(found.value)).with_traceback(found.value.__traceback__)
-        call.excinfo = pytest.ExceptionInfo.from_exception(brief)
+        words = shown(found.value) or "".join(traceback.format_exception(found.value)).rstrip()
+    if found and words:
+        # pytest would render the whole text of the error, and of those that it was raised from, however long, and the
+        # arguments of each frame, of which a repr is the backend's code.
+        call.excinfo = _brief(told(found.value))
     try:
         report = yield
     finally:
@@ -165,6 +165,13 @@ def pytest_runtest_makereport(
             outcome, reason = "nothing to check", reason.removeprefix(NOTHING)
         reports.setdefault(row[0].title, row[0]).add(Result(row[1], item.name, outcome, reason))
     return report
+
+
+def _brief(text: str) -> pytest.ExceptionInfo[ConformanceError]:
+    try:
+        raise ConformanceError(text)
+    except ConformanceError as error:
+        return pytest.ExceptionInfo.from_exception(error)
 
 
 def _passed_after_all(item: pytest.Item, otherwise: str) -> str:
