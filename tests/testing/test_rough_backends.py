@@ -64,6 +64,15 @@ def test_a_backend_that_forks_is_one_table(site, tmp_path):
     assert done.stderr.count("1 passed") == 1
 
 
+@pytest.mark.parametrize(
+    "does", ["sys.stdout.close()", "sys.stderr.detach()", "__import__('io').TextIOWrapper(sys.stdout.buffer)"]
+)
+def test_a_backend_that_closes_streams_is_one_table(site, tmp_path, does):
+    done, _ = run(site, tmp_path, "closes", does)
+    assert (done.returncode, done.stderr.count("1 passed")) == (0, 1), done.stdout + done.stderr
+    assert json.loads(done.stdout)["rows"][0]["state"] == "supported"
+
+
 def test_an_option_that_is_a_number_is_given_and_told_as_json(site, capsys):
     plant(site, "odd", "pass")
     main(["odd", "--json", "--option", "scale=1e9", "--examples", "1", "-k", "test_decode"])

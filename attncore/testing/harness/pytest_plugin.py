@@ -7,6 +7,7 @@ It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import unittest
 from collections.abc import Generator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from attncore.standard_output import lent_streams
 from attncore.testing.harness.errors import (
     ConformanceError,
     NothingToRefuseError,
@@ -112,9 +114,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A check that finds its capability undeclared is a skip that says why; a backend that skips a check fails it."""
+    """A check that finds its capability undeclared is a skip that says why; a backend that skips a check fails it.
+
+    A check of the kit runs with lent streams: a backend that closes one, or drops a wrapper of it, would close what
+    pytest reads for the tests behind it.
+    """
     try:
-        return (yield)
+        with lent_streams() if _ROW in pyfuncitem.stash else contextlib.nullcontext():
+            return (yield)
     except UnsupportedError as error:
         if _ROW not in pyfuncitem.stash:
             raise
