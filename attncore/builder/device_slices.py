@@ -77,7 +77,6 @@ class DeviceView(CommonAttentionMetadata):
     ) -> CommonAttentionMetadata:
         # Of the device's tensors again: the host's lengths may be bounds.
         view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
-        vars(view)["_taken_of"] = vars(self)["_taken_of"]
         return DeviceView(view, self, first, last, start, stop)
 
     @property

@@ -39,6 +39,9 @@ else:  # a Protocol among the bases would make isinstance slow, and has nothing 
 OF_ARRAYS = ("_bound", "_kept", *DERIVED)
 """What metadata keeps that was made of a step's arrays: with other arrays it is dropped."""
 
+OF_VIEWS = ("_taken_of", "_of_rank")
+"""What a view has from the view, or from the metadata of one rank, that it is taken of."""
+
 Wrap = Callable[[npt.NDArray[Any]], Any]
 """What makes a field of a host array that is the builder's own: ``from_host`` of a backend, or ``read_only``."""
 
@@ -113,6 +116,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     _placeholder_maps: Mapping[str, Any] = MappingProxyType({})
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
+
+    _of_rank = False
+    """Whether slots and lengths are those of one rank of several: they are not shared out again."""
 
     _view_as: type[Any] | None = None
     """The class of views; None: this one."""
@@ -315,6 +321,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         if maps := self.placeholder_maps:
             parts = {name: one.of_tokens(start, stop, first) for name, one in maps.items()}
             values_of_view["_placeholder_maps"] = {name: one for name, one in parts.items() if len(one.token_indices)}
+        held = vars(self)
+        values_of_view |= {name: held[name] for name in OF_VIEWS if name in held}
         view = (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
         self._give_states(view, first, last)
         return view

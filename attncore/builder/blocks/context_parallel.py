@@ -199,6 +199,7 @@ class ContextParallel:
             decodes_first=metadata.decodes_first,
             from_groups=metadata.from_groups,
             _placeholder_maps=metadata.placeholder_maps,
+            _of_rank=self.world_size > 1,
         )
         if backend is not None:
             refuse_rank_drafts(mine, backend)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attncore.builder import (
+    BatchSlice,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
     ContextParallel,
@@ -16,6 +17,7 @@ from attncore.builder import (
     SequenceGroup,
     get_seq_len_block_table_args,
     local_attention_metadata,
+    metadata_from_fields,
     new_tokens_metadata,
     slice_by_requests,
     slice_by_tokens,
@@ -110,8 +112,11 @@ def test_what_is_not_of_whole_requests_is_refused(taken):
     local = step_of_a_rank(decodes, context_parallel=RANK)
     assert (local.context_lens + local.query_lens).tolist() == local.seq_lens.tolist()
     for metadata in (local, RANK.metadata(step_of_a_rank(decodes))):
-        with pytest.raises(ValueError, match=r"^metadata: row 0 has a length capped .*, or that of one rank"):
+        with pytest.raises(ValueError, match=r"^metadata: it is that of one rank of several already"):
             taken(metadata)
+        arrived = metadata_from_fields(metadata.asdict_zerocopy())
+        with pytest.raises(ValueError, match=r"^metadata: row 0 has a length capped .*, or that of one rank"):
+            taken(arrived)
     with pytest.raises(ValueError, match=r"^metadata: of a cross group"):
         taken(step_with_encoders().groups["cross"])
     with pytest.raises(ValueError, match=r"^metadata: padded for a graph"):
@@ -119,6 +124,26 @@ def test_what_is_not_of_whole_requests_is_refused(taken):
     graph = CommonMetadataBuilder(8, max_seq_len_to_capture=32)
     with pytest.raises(ValueError, match=r"^metadata: padded for a graph"):
         taken(graph.build([SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3])])], 0))
+
+
+@pytest.mark.parametrize("part", [lambda step: step, lambda step: step.prefill_metadata.prefill_metadata])
+def test_what_is_one_ranks_already_is_refused_also_where_it_keeps_all_tokens_so_far(part):
+    """Lengths do not tell it then, and other ranks would refuse."""
+    share = ContextParallel(2, 0, 4, interleave=4)
+
+    def step(**ranks):
+        batch = InputBatch(max_num_reqs=1, max_model_len=32, block_size=8)
+        batch.add_request("a", [3])
+        return MetadataBuilder(batch, max_num_batched_tokens=8, **ranks).build({"a": 3})
+
+    for metadata in (step(context_parallel=share), share.metadata(step())):
+        assert (metadata.slot_mapping.tolist(), metadata.seq_lens.tolist()) == ([12, 13, 14], [3])
+        with pytest.raises(ValueError, match=r"^metadata: it is that of one rank of several already"):
+            share.metadata(part(metadata))
+        with pytest.raises(ValueError, match="cuts a request of which one rank of several keeps a part"):
+            slice_metadata(part(metadata), BatchSlice(0, 1, 0, 2), block_size=4)
+    alone = ContextParallel(1, 0, 8)
+    assert alone.metadata(part(step(context_parallel=alone))).slot_mapping.tolist() == [24, 25, 26]
 
 
 def test_a_step_padded_to_a_captured_size_is_not_sliced():
