@@ -42,6 +42,23 @@ def test_ranks_attend_over_all_keys(count):
     assert codes == [0] * count, said
 
 
+@pytest.mark.parametrize(
+    "given",
+    [None, ContextParallel(2, 0, 4), ContextParallel(2, 1, 4, interleave=2), ContextParallel(1, 0, 4)],
+)
+def test_a_builder_of_another_share_than_the_layers_is_refused(alone, monkeypatch, given):
+    """Its steps would have slots of tokens that the layers take for another rank's."""
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    share = ContextParallel(2, 1, 4)
+    backend = over_ranks(make_backend(), share)
+    batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=given.virtual_block_size if given else 4)
+    with pytest.raises(ValueError, match=r"^context_parallel: .* given, but the layers of backend 'reference' attend"):
+        MetadataBuilder(batch, backend, max_num_batched_tokens=8, context_parallel=given)
+    batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=8)
+    MetadataBuilder(batch, backend, max_num_batched_tokens=8, context_parallel=ContextParallel(2, 1, 4))
+
+
 def test_the_kernel_merges_what_torch_does():
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(

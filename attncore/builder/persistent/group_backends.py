@@ -91,6 +91,7 @@ def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None, de
     for group in core.groups:
         if by_group[group.name] is not None:
             _check_backend(by_group[group.name], group.name, group.tokens_per_column, world, len(names) > 1)
+            _check_ranks(by_group[group.name], ranks)
     if world > 1 and decode_threshold > 1 and any(one is not None and one.spec for one in by_group.values()):
         raise ValueError(
             f"decode_threshold: {decode_threshold} with context_parallel of {counted(world, 'rank')} and a backend; "
@@ -115,6 +116,23 @@ def _check_backend(backend: Any, group: str, block_size: int, world: int, severa
             f"{what} block_size {block_size} is not the backend's {backend.config.block_size}{ranks}; "
             "use choice.block_size"
         )
+
+
+def _check_ranks(backend: Any, ranks: ContextParallel | None) -> None:
+    """ValueError where the layers of ``attncore.ranks.over_ranks`` take other tokens for the rank's than its steps."""
+    layers = getattr(backend, "ranks", None)
+    if isinstance(layers, ContextParallel) and _share(layers) != _share(ranks):
+        raise ValueError(
+            f"context_parallel: {quoted(ranks)} given, but the layers of backend {backend.name!r} attend over "
+            f"{quoted(layers)}; give that"
+        )
+
+
+def _share(ranks: ContextParallel | None) -> tuple[int, ...]:
+    """What says which tokens are a rank's; empty where one rank has all."""
+    if ranks is None or ranks.world_size == 1:
+        return ()
+    return ranks.world_size, ranks.rank, ranks.block_size, ranks.interleave
 
 
 def _world_size(core: BatchCore, ranks: ContextParallel | None) -> int:
