@@ -144,6 +144,9 @@ def test_the_first_rows_of_a_step_whose_lengths_the_host_has_not():
     assert len(step.decode_metadata.paged_kv_indices) == 5
     with pytest.raises(AttncoreError, match="paged_kv_indices of a view begin where the device alone knows"):
         _ = step.prefill_metadata.paged_kv_indices
+    for one in (step, step.prefill_metadata):
+        with pytest.raises(ValueError, match=r"^metadata: no seq_lens on the host, which slices are made by"):
+            slice_metadata(one, BatchSlice(0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def slice_metadata(
     )
     req_start, req_stop, token_start, token_stop = batch_slice
     block_size = arguments.optional_integer("block_size", block_size, 1)
+    _check_host(metadata, "query_start_loc", "query_lens", "seq_lens")
     bounds = _row_starts(metadata)
     _check_slice(metadata, batch_slice, bounds)
     before, after = int(token_start - bounds[req_start]), int(bounds[req_stop] - token_stop)
@@ -104,6 +105,7 @@ def slice_metadata(
     parts = ("decode", first_decode, metadata.num_decodes), ("prefill", first_prefill, metadata.num_prefills)
     view = metadata._view(req_start, req_stop, token_start, token_stop)
     if before or after:
+        _check_host(metadata, "context_lens")
         _check_cut(metadata, *([token_start] if before else []), *([token_stop] if after else []))
         cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
         _cut(view, before, after, block_size)
@@ -121,6 +123,13 @@ def slice_metadata(
     view.num_decode_tokens = view.num_tokens - view.num_prefill_tokens
     view.max_seq_len = max(view.max_decode_seq_len, view.max_prefill_seq_len)
     return view
+
+
+def _check_host(metadata: CommonAttentionMetadata, *names: str) -> None:
+    """ValueError where the host has not what a slice is made by: an adopted step without lengths, or fields skipped."""
+    for name in names:
+        if own_array(metadata.host, name) is None:
+            raise ValueError(f"metadata: no {name} on the host, which slices are made by; slice a step that has them")
 
 
 def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
