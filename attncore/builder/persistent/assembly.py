@@ -204,10 +204,11 @@ class Assembly:
         if core.ran_trees is not None:
             self.trees_before = core.ran_trees
             settle_trees(core, metadata)
+        if core.spans is not None:  # ahead of what engines fill, who may look at them
+            trees = getattr(self.builder, "_trees", None)
+            core.spans.fill(metadata, getattr(shape, "bucket", None), () if trees is None else trees.given)
         if self._fill is not None:
             self._fill(metadata)
-        if core.spans is not None:
-            core.spans.fill(metadata, getattr(shape, "bucket", None))
         if self._backends.plans:
             self._backends.plan(metadata, shape.plans)
         if side is not None:

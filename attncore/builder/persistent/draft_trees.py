@@ -6,7 +6,7 @@ of their own. What is kept of a tree is moved together afterwards, so that a cac
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,11 @@ class DraftTrees:
         """Trees of earlier steps of any builder of the batch, by their request's place, until it runs again."""
         ran: dict[int, _Ran] = self._core.ran_trees or {}
         return ran
+
+    @property
+    def given(self) -> Collection[Hashable]:
+        """The requests that run a tree in the step that is being built."""
+        return self._given.keys()
 
     def begin(self, trees: Any, scheduled: Any, most: int) -> Any:
         """Takes the trees of the next step; returns ``scheduled`` with their tokens.

@@ -103,3 +103,4 @@ class EngineFields:
             out = np.zeros(array.shape, array.dtype)  # of the arena itself the base would be all of its memory
             fill(metadata, out)
             array[...] = out
+        metadata.forget_made()

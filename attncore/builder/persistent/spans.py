@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,11 +77,12 @@ class Spans:
     def _place(self, row: int) -> int:
         return int(self._core.lengths[codes.PLACE, row])
 
-    def fill(self, metadata: StepMetadata, bucket: Any) -> None:
+    def fill(self, metadata: StepMetadata, bucket: Any, trees: Collection[Hashable]) -> None:
         """Writes ``span_ends`` of a step; it has none where no token of it is in a span, but for a captured size of
         tokens, whose graph reads the field whatever runs.
 
-        ValueError where the step cuts a span, and where it is padded to a captured size of decodes, which read none.
+        ``trees``: the requests that run one. ValueError where one of these has a span in the step, where that cuts a
+        span, and where it is padded to a captured size of decodes, which read none.
         """
         num_reqs = len(metadata.req_ids)
         of_tokens = isinstance(bucket, tuple)
@@ -90,7 +91,7 @@ class Spans:
             contexts = own_array(metadata.host, "context_lens")[:num_reqs]
             stops = contexts + own_array(metadata.host, "query_lens")[:num_reqs]
             left = np.flatnonzero(self._last[self._core.lengths[codes.PLACE, :num_reqs]] > contexts).tolist()
-            rows = [row for row in left if self._in_step(metadata, row, int(contexts[row]), int(stops[row]))]
+            rows = [row for row in left if self._in_step(metadata, row, int(contexts[row]), int(stops[row]), trees)]
         if rows and bucket is not None and not of_tokens:
             raise ValueError(
                 f"bucket: {bucket}, but request {quoted(metadata.req_ids[rows[0]])} runs a span in this step, and "
@@ -105,7 +106,7 @@ class Spans:
         for row in rows:
             write_ends(self.of_row(row), int(contexts[row]), out[starts[row] : starts[row + 1]])
 
-    def _in_step(self, metadata: StepMetadata, row: int, first: int, stop: int) -> bool:
+    def _in_step(self, metadata: StepMetadata, row: int, first: int, stop: int, trees: Collection[Hashable]) -> bool:
         """Whether tokens ``first:stop`` of a row hold a span; ValueError where they cut one."""
         spans = self.of_row(row)
         if (cut := cut_span(spans, first, stop)) is not None:
@@ -113,8 +114,7 @@ class Spans:
         index = int(np.searchsorted(spans[:, 0], first))
         if index == len(spans) or spans[index, 0] >= stop:
             return False
-        masks = own_array(metadata.host, "tree_mask")
-        if masks is not None and masks[metadata.host.query_start_loc[row]]:
+        if metadata.req_ids[row] in trees:
             raise ValueError(
                 f"trees: request {quoted(metadata.req_ids[row])} runs a tree where it has the span "
                 f"[{spans[index, 0]}, {spans[index, 1]}); spans are of prompts, which run without drafts"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _ONCE_A_STEP = frozenset(("_indices", "_span_ends", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
 
+_MADE_ONCE = _ONCE_A_STEP - {"_kept"}
+
 _NONE_YET: tuple[None, None] = None, None
 """In the place of a step's number and what is kept for that step."""
 
@@ -181,6 +183,14 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             for key in _ONCE_A_STEP & metadata.__dict__.keys():
                 del metadata.__dict__[key]
         self.set_has_spans(False)
+
+    def forget_made(self) -> None:
+        """Called once engines have filled their fields: views that were taken meanwhile, and what was computed on the
+        device, are of arrays that the step was not in yet.
+        """
+        for metadata in self.groups.values():
+            for key in _MADE_ONCE & metadata.__dict__.keys():
+                del metadata.__dict__[key]
 
     def _cached(self, key: str, make: Any) -> Any:
         return self.once_a_step(key, make)

@@ -37,6 +37,31 @@ def test_fields_of_an_engines_own_ride_along(batch, transport):
         made.register_field("more", np.int32, "request", ids)
 
 
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_what_a_fill_takes_of_a_step_is_made_again_for_others(batch, transport):
+    """A view's numbers on the device are made of the step that is there: of the last one while a field is filled."""
+    names = ("logits_indices", "token_to_req_indices", "seq_start_loc", "paged_kv_indptr")
+    taken = {}
+
+    def steps_of(fill):
+        made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
+        made.register_field("own", np.int32, "request", fill)
+        for scheduled in ({"a": 3, "b": 5}, {"a": 4, "b": 2}):
+            metadata = made.build(scheduled)
+            view = metadata.prefill_metadata
+            yield [getattr(view, name).tolist() for name in names], metadata.paged_kv_num_pages.tolist()
+        made.close()
+        batch.rollback_many({"a": 7, "b": 7})
+
+    def takes(metadata, out):
+        view = metadata.prefill_metadata
+        taken[metadata.step] = [getattr(view, name) for name in names], metadata.paged_kv_num_pages
+
+    expected = list(steps_of(lambda metadata, out: None))
+    assert list(steps_of(takes)) == expected
+    assert len(taken) == 2
+
+
 def test_a_field_that_cannot_be_filled_undoes_the_step(batch):
     made = MetadataBuilder(batch, max_num_batched_tokens=32)
 

@@ -68,6 +68,21 @@ def test_a_step_has_the_end_of_each_tokens_span(kernels, transport):
     assert batch.num_computed_tokens("a") == 14
 
 
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_ends_are_there_when_engines_fill_their_fields(kernels, transport):
+    """A view that is taken then is the step's later on."""
+    _batch, builder = started(kernels, transport=transport)
+    seen = []
+
+    def fill(metadata, out):
+        seen.append((metadata.host.span_ends.tolist(), metadata.prefill_metadata.host.span_ends.tolist()))
+
+    builder.register_field("own", "int32", "token", fill)
+    metadata = builder.build({"a": 13})
+    assert seen == [(metadata.span_ends.tolist(), metadata.prefill_metadata.span_ends.tolist())]
+    assert metadata.prefill_metadata.span_ends.tolist() == ENDS
+
+
 def test_steps_of_the_same_counts_with_and_without(kernels):
     """Views that an arena keeps while the counts are the same."""
     batch, builder = new_builder(kernels)
