@@ -32,11 +32,11 @@ def batch_of(kernels, computed):
     return batch
 
 
-def overlapped(kernels):
+def overlapped(kernels, of=None):
     """Two decodes and a prefill. Three drafts of each decode were rejected, which the device alone knows."""
     rejected = torch.zeros(4, dtype=torch.int32)
     builder = MetadataBuilder(
-        batch_of(kernels, (27, 28, 30)), backend(), max_num_batched_tokens=64, decode_threshold=4,
+        batch_of(kernels, (27, 28, 30)), of or backend(), max_num_batched_tokens=64, decode_threshold=4,
         num_rejected=rejected, transport="copy",
     )  # fmt: skip
     builder.build({"a": 4, "b": 4, "c": 4})
@@ -75,6 +75,25 @@ def test_views_of_an_overlapped_step_are_those_of_the_exact_one(kernels, part, b
     else:
         with pytest.raises(AttncoreError, match="paged_kv_indices of a view begin where the device alone knows"):
             _ = found.paged_kv_indices
+
+
+def test_a_plan_finds_an_overlapped_step_bounded_and_its_views_are_exact(kernels):
+    """A view is kept for the step: what the plan took is what layers have."""
+    needs = frozenset({"seq_start_loc", "seq_lens", "query_start_loc"})
+    told = []
+
+    class Planning(ReferenceBackend):
+        has_plan = True
+
+        def plan(self, metadata):
+            view = metadata.prefill_metadata
+            told.append((metadata.builder.host_lengths(metadata), view and view.num_reqs))
+
+    config = backend().config
+    config = dataclasses.replace(config, spec=dataclasses.replace(config.spec, device_needs=needs))
+    _builder, step = overlapped(kernels, Planning(config))
+    assert told[-1] == ("bounded", 2)
+    assert step.prefill_metadata.seq_start_loc.tolist() == [0, 34, 78]
 
 
 def adopted(**lengths):

@@ -201,6 +201,8 @@ class Assembly:
         ``dummy``: it is no step of the engine's, but an empty one that the engine asked for as such.
         """
         core, side = self.core, self.side
+        if self.overlap is not None:
+            self.overlap.note(metadata.step)
         if core.ran_trees is not None:
             self.trees_before = core.ran_trees
             settle_trees(core, metadata)

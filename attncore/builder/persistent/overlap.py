@@ -89,14 +89,17 @@ class Overlap:
             rows = [last.rows.get(req_id, -1) for req_id in req_ids]
             out[: len(req_ids)] = [-1 if row in last.left else row for row in rows]
 
+    def note(self, step: int) -> None:
+        """Notes whether the host's lengths of a step are bounds, before anybody looks at it."""
+        self._bounded[step] = self.overlapped
+        self._bounded.pop(step - self._depth - 1, None)
+
     def remember(self, metadata: StepMetadata, *, dummy: bool) -> None:
         """Makes a step that was sent the last one.
 
         A ``dummy``, of ``build_empty`` or ``capture``, is no step of the engine's: the verdicts of the one before it
         may still be outstanding. Behind a built step without rows the host has them.
         """
-        self._bounded[metadata.step] = self.overlapped
-        self._bounded.pop(metadata.step - self._depth - 1, None)
         req_ids, self._before_last = metadata.req_ids, self._last
         if dummy:
             return
