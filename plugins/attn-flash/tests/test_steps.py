@@ -367,3 +367,32 @@ def test_a_rank_that_keeps_no_key_attends_over_none(generation: str) -> None:
     assert not output.any()
     assert lse.isinf().all()
     assert not cache.any()
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_decodes_without_keys_where_the_decode_function_waits(monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
+    """They take the other function, which writes the logarithm of a row without keys outside of its tensor."""
+    standin.install(monkeypatch, "2", standin.Generation2(waits=True))
+    backend = standin.create("2")
+    object.__setattr__(backend.probed, "synchronises", True)
+    batch = InputBatch(
+        max_num_reqs=2, max_model_len=512, max_encoder_len=512,
+        groups=[KVCacheGroup("decoder", 256), KVCacheGroup("encoder", 256, cross=True)],
+    )  # fmt: skip
+    batch.add_request("a", {"decoder": [1], "encoder": []}, 3)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build().groups["encoder"]
+    impl, cache = backend.impl("cross", scale=0.25, attn_type="encoder_decoder"), backend.allocate_kv_cache(4)
+    query = tensors(1)[0]
+    if with_lse:
+        output, lse = impl.forward_with_lse(query, None, None, cache, metadata)
+        assert lse.isinf().all()
+    else:
+        output = impl.forward(query, None, None, cache, metadata)
+    assert not output.any()
+    virtual = InputBatch(max_num_reqs=2, max_model_len=1024, block_size=512)
+    virtual.add_request("a", [1], 2)
+    whole = MetadataBuilder(virtual, max_num_batched_tokens=8).build()
+    rank = ContextParallel(2, 1, 256, interleave=256).metadata(whole, backend)
+    output, lse = backend.impl("layers.0", scale=0.25).forward_with_lse(*tensors(1), cache, rank)
+    assert not output.any()
+    assert lse.isinf().all()

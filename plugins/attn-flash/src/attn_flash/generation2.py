@@ -32,8 +32,8 @@ class Layer:
     """Captured rows are of one length."""
     splits_by_width = True
     """A decode's keys are split among the cores as if the table were full, so it is to be no wider than needed."""
-    rows_without_keys = ("decode", "packed")
-    """Not ``paged``: the logarithm of such a row is written outside of its tensor."""
+    rows_without_keys: tuple[str, ...] = ("decode", "packed")
+    """Not ``paged``: the logarithm of such a row is written outside of its tensor. Nor ``decode`` by the same call."""
 
     def __init__(
         self,
@@ -51,6 +51,8 @@ class Layer:
         self._with_kvcache, self._varlen = library.flash_attn_with_kvcache, library.flash_attn_varlen_func
         left = -1 if sliding_window is None else sliding_window - 1
         self._left, self._causal, self._slopes, self._synchronises = left, causal, alibi_slopes, synchronises
+        if synchronises:
+            self.rows_without_keys = ("packed",)
         self._fixed: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": causal,

@@ -65,7 +65,8 @@ class Segment(NamedTuple):
         lengths = self.lengths.clamp(min=1)
         sums = self.key_sums.new_zeros(self.key_sums.shape)
         torch.cumsum(lengths, 0, out=sums[1:])
-        return self._replace(block_table=table, lengths=lengths, key_sums=sums)
+        longest = max(1, self.max_seq_len)
+        return self._replace(block_table=table, lengths=lengths, key_sums=sums, max_seq_len=longest)
 
 
 class _Rows(NamedTuple):
