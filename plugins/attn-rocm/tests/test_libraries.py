@@ -92,8 +92,10 @@ def test_plain_prompts_of_the_list_builder_bring_their_keys(variant, monkeypatch
     groups = [SequenceGroup(True, [Sequence(row, 2, context, [1 + row])]) for row, context in enumerate((3, 0))]
     metadata = CommonMetadataBuilder(16, chunked_prefill=True, backend=backend).build(groups)
     impl, kv_cache = backend.impl("0", scale=0.125), backend.allocate_kv_cache(4)
-    with pytest.raises(ValueError, match=r"^key: None found"):
-        impl.forward(torch.zeros(4, 4, 64).bfloat16(), None, None, kv_cache, metadata, write=False)
+    received = metadata_from_fields(metadata.asdict_zerocopy(), backend)
+    for step in (metadata, metadata.prefill_metadata, received):
+        with pytest.raises(ValueError, match=r"^key: None found"):
+            impl.forward(torch.zeros(4, 4, 64).bfloat16(), None, None, kv_cache, step, write=False)
 
 
 @pytest.mark.parametrize("form", FORMS)

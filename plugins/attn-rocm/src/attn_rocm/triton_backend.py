@@ -165,15 +165,20 @@ def _optional(metadata: AttentionMetadata, name: str) -> Tensor | None:
 def _of_tables(metadata: AttentionMetadata) -> Tensor:
     """The keys of each row of a step of the list builder that brings none: those that its row of the table shows. A
     prompt without context has none there, but zeros, which are another request's block; ValueError where the host knows
-    of one.
+    of one: by the groups, and for a view, or a step from another rank, by contexts, which those may lack.
     """
     source = getattr(metadata, "source", None)
-    for group in () if source is None else source.groups:
-        if group.is_prompt and not all(sequence.context_len for sequence in group.sequences):
-            _check_given(None, None)
+    if source is None:
+        contexts = getattr(metadata.host, "context_lens", None)
+        known = contexts is None or bool(contexts[: metadata.num_prefills].all())
+    else:
+        prompts = (group for group in source.groups if group.is_prompt)
+        known = all(sequence.context_len for group in prompts for sequence in group.sequences)
+    if not known:
+        _check_given(None, None)
     lengths = metadata.seq_lens.clone()
-    prompts, counts = lengths[: metadata.num_prefills], metadata.query_start_loc.diff()[: metadata.num_prefills]
-    prompts.masked_fill_(prompts == counts, 0)
+    rows, counts = lengths[: metadata.num_prefills], metadata.query_start_loc.diff()[: metadata.num_prefills]
+    rows.masked_fill_(rows == counts, 0)
     return lengths
 
 
