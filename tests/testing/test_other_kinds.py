@@ -52,10 +52,11 @@ def test_what_is_not_declared_is_unsupported(site):
     }
 
 
-OF_FIRST_VARIANT = (
-    "variants=(Variant('a', check=lambda request, host: 1 // 0), Variant('b'))) if (Variant := "
-    "__import__('attncore').Variant) else dict("
-)
+FAILING = "check=lambda request, host: 1 // 0"
+VARIANTS = "variants=({})) if (Variant := __import__('attncore').Variant) else dict("
+OF_FIRST_VARIANT = VARIANTS.format(f"Variant('a', {FAILING}), Variant('b')")
+OF_VARIANT_OF_THIS_DEVICE = VARIANTS.format(f"Variant('a', devices={{'cuda': 1}}), Variant('b', {FAILING})")
+OF_VARIANT_OF_ANOTHER = VARIANTS.format(f"Variant('a', devices={{'cuda': 1}}, {FAILING}), Variant('b')")
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,10 @@ OF_FIRST_VARIANT = (
         ("check=lambda request, host: 1 // 0", "decode", "ZeroDivisionError"),
         ("check=lambda request, host: 1 // (request.dtype == 'float32') * []", "dtype bfloat16", "ZeroDivisionError"),
         (OF_FIRST_VARIANT, "decode", "ZeroDivisionError"),
+        (OF_VARIANT_OF_THIS_DEVICE, "decode", "ZeroDivisionError"),
         ("check=lambda request, host: [7]", "decode", "it yields a int"),
     ],
-    ids=["always", "of a dtype", "of a variant that is passed over", "no sentence"],
+    ids=["always", "of a dtype", "of a variant that is passed over", "of the variant of this device", "no sentence"],
 )
 def test_a_check_that_fails_refuses_nothing(site, facts, failed, error):
     plant(site, "careless", facts)
@@ -77,10 +79,15 @@ def test_a_check_that_fails_refuses_nothing(site, facts, failed, error):
     assert error in rows[failed]["reason"]
 
 
-def test_a_check_may_fail_where_what_it_counts_on_is_missing(site):
-    plant(site, "careless", "check=lambda request, host: 1 // 0, requires=('no-such-distribution>=1',)")
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [(f"{FAILING}, requires=('no-such-distribution>=1',)", "unsupported"), (OF_VARIANT_OF_ANOTHER, "supported")],
+    ids=["distribution", "device"],
+)
+def test_a_check_may_fail_where_what_it_counts_on_is_missing(site, facts, state):
+    plant(site, "careless", facts)
     code, report = conformance("careless", options=(*QUIET, "-k", "test_decode"))
-    assert (code, {row["state"] for row in report.rows()}) == (0, {"unsupported"})
+    assert (code, {row["state"] for row in report.rows()}) == (0, {state})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from attncore.did_you_mean import did_you_mean
 from attncore.quoted import listed, quoted
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
-from attncore.registry.choice.reasons_against import option_problem
+from attncore.registry.choice.reasons_against import option_problem, reasons_against
 from attncore.registry.choice.runs_here import no_device_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -240,7 +240,10 @@ class Subject:
         choice = choose(negotiation)
         if choice is None:
             reasons = [reason for one in negotiation.rejected if one.name == self.name for reason in one.reasons]
-            _let_checks_answer(reasons)
+            if any(isinstance(reason, FailedCheck) for reason in reasons):  # those of all variants together
+                for _, form in self.spec.by_variant:
+                    plugin = self.record.label
+                    _let_checks_answer(reasons_against(form, request, negotiation.host, plugin, plugin))
             raise _RefusedError([*map(str, reasons)] or [negotiation.refusal])
         for _, passed_over in choice.candidate.passed_over:
             _let_checks_answer(passed_over)
@@ -273,11 +276,11 @@ class Subject:
 
 
 def _let_checks_answer(reasons: Sequence[Reason]) -> None:
-    """ConformanceError where one of the ``reasons`` is that the spec's check fails; not on a machine that lacks the
-    device or a distribution, which the check may count on.
+    """ConformanceError where a variant's check fails, and no fact of its stands against the request: not on a machine
+    that lacks its device or a distribution, which the check may count on. ``reasons`` are those against the variant.
     """
     failed = next((reason for reason in reasons if isinstance(reason, FailedCheck)), None)
-    if failed is not None and not any(reason.code in ("device", "requirement") for reason in reasons):
+    if failed is not None and all(reason.code == "check" for reason in reasons):
         raise ConformanceError(failed.message)
 
 
