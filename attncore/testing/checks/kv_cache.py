@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attncore.quoted import quoted
 from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
@@ -45,7 +46,7 @@ def test_the_cache_shape_grows_along_one_axis(attncore_subject: Subject) -> None
     shapes = [tuple(backend.kv_cache_shape(count, *sizes)) for count in (1, 2, 7)]
     for shape in shapes:
         if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
-            raise ConformanceError(f"kv_cache_shape gave {shape!r}, which is not a tuple of positive integers")
+            raise ConformanceError(f"kv_cache_shape gave {quoted(shape)}, which is not a tuple of positive integers")
     one, two, seven = shapes
     grown = [axis for axis, size in enumerate(one) if (two[axis], seven[axis]) != (size, size)]
     if len(one) != len(seven) or len(grown) != 1:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attncore.abstract import AttentionBackend, AttentionImpl
+from attncore.quoted import quoted, type_name
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.load import HEAVY_MODULES
 from attncore.temporary_folder import temporary_folder
@@ -67,7 +68,8 @@ def test_the_factory_makes_the_backend(attncore_subject: Subject) -> None:
     """What the spec's factory makes has the spec's name and an impl_class, and keeps the configuration."""
     backend: Any = attncore_subject.backend()
     if not isinstance(backend, AttentionBackend) or backend.name != attncore_subject.name:
-        raise ConformanceError(f"the factory made {backend!r} named {backend.name!r}, not {attncore_subject.name!r}")
+        made = f"{type_name(backend)} named {quoted(backend.name)}"
+        raise ConformanceError(f"the factory made {made}, not {attncore_subject.name!r}")
     if not issubclass(getattr(type(backend), "impl_class", object), AttentionImpl):
         raise ConformanceError("the class attribute impl_class must be a subclass of attncore.AttentionImpl")
     impl = backend.impl("layers.7", scale=0.25)
