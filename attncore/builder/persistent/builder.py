@@ -96,7 +96,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
             raise TypeError(f"batch: {quoted(batch)} is not an InputBatch")
         self._settings = check_settings(
             max_num_batched_tokens, max_num_encoder_tokens, decode_threshold, context_parallel, transport, ticket,
-            depth, batch.max_encoder_len,
+            depth, batch._core.max_encoder_len,
         )  # fmt: skip
         self.batch, self._core = batch, batch._core
         context_parallel = self._settings.context_parallel
@@ -104,7 +104,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         self._poison = env.poison()
         self._engine_fields, self._overlap = EngineFields(), None
         if num_rejected is not None:
-            self._overlap = Overlap(self._backends, batch.max_num_reqs, num_rejected, context_parallel, depth)
+            self._overlap = Overlap(self._backends, self._core.max_num_reqs, num_rejected, context_parallel, depth)
             self._engine_fields.add(engine_field(PREVIOUS_ROWS, np.int32, Length.REQUEST), self._overlap.fill)
         self._trees: DraftTrees | None = None
         if arguments.flag("draft_trees", draft_trees):

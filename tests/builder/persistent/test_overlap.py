@@ -229,6 +229,19 @@ def test_rejected_counts_of_another_gpu_are_refused():
             MetadataBuilder(batch, backend, **options).close()
 
 
+def test_a_batch_that_says_less_of_itself_has_as_many_rows():
+    """A kernel reads ``num_rejected`` by row."""
+
+    class Less(InputBatch):
+        max_num_reqs = 1
+
+    batch = Less(max_num_reqs=4, max_model_len=64, block_size=4)
+    with pytest.raises(ValueError, match="give a torch int32 tensor of max_num_reqs 4"):
+        MetadataBuilder(
+            batch, max_num_batched_tokens=32, num_rejected=torch.zeros(1, dtype=torch.int32), transport="copy"
+        )
+
+
 def test_lengths_are_known_to_be_bounds_for_as_long_as_host_arrays_are_valid():
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
     rejected = torch.zeros(4, dtype=torch.int32)
