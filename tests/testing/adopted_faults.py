@@ -5,13 +5,13 @@ from testing.faulty_backend import Fault, forward
 FACTS = "host_needs=set(), host_lengths='none'"
 
 
-def _on_device(lengths: str) -> str:
-    """Code of a sound layer that reads the device alone, but for its lengths: ``lens`` are the right ones."""
+def _on_device(lengths: str = "lens", table: str = "table") -> str:
+    """Code of a sound layer that reads the device alone, but for its lengths, ``lens`` the right ones, or its table."""
     return forward(f"""
 from types import SimpleNamespace
 table, starts, slots = metadata.block_table, metadata.query_start_loc, metadata.slot_mapping
 lens = metadata.seq_lens.clone()
-lens = {lengths}
+lens, table = {lengths}, {table}
 rows = [np.ascontiguousarray(one.numpy()) for one in (starts, lens, slots, table)]
 host = SimpleNamespace(query_start_loc=rows[0], seq_lens=rows[1], slot_mapping=rows[2], block_table=rows[3])
 host.context_lens = (rows[1] - np.diff(rows[0])).clip(0)
@@ -61,6 +61,13 @@ return whole(query, key, value, kv_cache, given, output)
         _on_device(
             "lens if bool(lens.all()) or not lens.any() or not metadata.use_cuda_graph else lens - (lens > 1).int()"
         ),
+        FACTS,
+    ),
+    Fault(
+        "columns_of_a_table_taken_for_the_stride_of_its_rows",
+        "test_captured_adopted_steps",
+        "decode of 1 after",
+        _on_device(table="table.as_strided(table.shape, (table.shape[1], 1))"),
         FACTS,
     ),
 )
