@@ -45,6 +45,7 @@ class Attention:
     size: int = 128
     splits: int = 1
     raw: bool = False
+    written: bool = False
     table: bool = True
     causal: bool = True
     fp8: str = ""
@@ -76,6 +77,7 @@ VARIANTS = (
     Attention("any step fp16, head size 80, every feature", dtype="fp16", size=80, features=EVERYTHING),
     Attention("any step bf16, spans, window", features=frozenset(("WINDOW", "SPANS"))),
     Attention("prompts of the list builder bf16", raw=True),
+    Attention("prompts of the list builder bf16, written before", raw=True, written=True),
     Attention("encoder bf16", raw=True, table=False, causal=False),
     Attention("any step fp16, head size 256", dtype="fp16", size=256),
     Attention("any step fp32, head size 256", dtype="fp32", size=256),
@@ -166,7 +168,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
     constants: dict[str, Any] = {
         "HEADS": heads, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
         "SPLITS": variant.splits, "DECODE": variant.decode and not variant.drafts, "CAUSAL": variant.causal,
-        "TABLE": variant.table, "RAW": variant.raw, "WRITTEN": False, "FP8": variant.fp8, "INTERPRET": False,
+        "TABLE": variant.table, "RAW": variant.raw, "WRITTEN": variant.written, "FP8": variant.fp8, "INTERPRET": False,
         "K_SCALES": 0, "V_SCALES": 0,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
         **{name: name in variant.features for name in (*EVERYTHING, "TREE", "SPANS")},
