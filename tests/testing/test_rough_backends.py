@@ -91,22 +91,25 @@ def test_tests_that_cannot_be_collected_are_an_error(capsys):
     assert "ZeroDivisionError" in told
 
 
-def test_an_error_whose_text_raises_is_a_failure(site, capsys):
-    plant(site, "silent", "raise Silent")
-    assert main(["silent", "--json", "--examples", "1", "-k", "test_decode"]) == 1
+@pytest.mark.parametrize(
+    ("name", "body", "reason"),
+    [
+        ("silent", "raise Silent", "Silent without a message"),
+        (
+            "shy",
+            "del sys.once_shy; super().forward(*args, **kwargs); return Shy()",
+            "forward gave an output of type Shy; the contract says a tensor",
+        ),
+    ],
+    ids=["the text of an error", "a repr"],
+)
+def test_what_raises_when_it_is_shown_is_a_failure(site, capsys, name, body, reason):
+    plant(site, name, body)
+    assert main([name, "--json", "--examples", "1", "-k", "test_decode"]) == 1
     shown = capsys.readouterr()
     assert "INTERNALERROR" not in shown.out + shown.err
     (failure,) = json.loads(shown.out)["failures"]
-    assert failure["reason"].startswith("Silent without a message")
-
-
-def test_an_object_whose_repr_raises_is_a_failure(site, capsys):
-    plant(site, "shy", "del sys.once_shy; super().forward(*args, **kwargs); return Shy()")
-    assert main(["shy", "--json", "--examples", "1", "-k", "test_decode"]) == 1
-    shown = capsys.readouterr()
-    assert "INTERNALERROR" not in shown.out + shown.err
-    (failure,) = json.loads(shown.out)["failures"]
-    assert failure["reason"] == "forward gave an output of type Shy; the contract says a tensor"
+    assert failure["reason"].startswith(reason)
 
 
 def test_an_interrupt_that_a_backend_may_have_raised_names_it(site, capsys):

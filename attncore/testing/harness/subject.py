@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import listed, quoted
@@ -40,6 +41,18 @@ class _RefusedError(UnsupportedError):
     def __init__(self, reasons: list[str]) -> None:
         super().__init__("; ".join(reasons))
         self.reasons = reasons
+
+
+class _Usable(NamedTuple):
+    """Which form of a spec runs here."""
+
+    form: BackendSpec | None
+    refusals: tuple[str, ...] = ()
+    """Why none does."""
+    asked: Mapping[str, Any] = MappingProxyType({})
+    """What of the base request is another for it."""
+    check_fails: bool = False
+    """Whether none does because the spec's own check fails."""
 
 
 class Subject:
@@ -116,12 +129,10 @@ class Subject:
         return self.record.spec
 
     @cached_property
-    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, Any], bool]:
-        """The form that runs here, or why none does; what of the base request is another for it; and whether none does
-        because the spec's own check fails.
-        """
+    def _usable(self) -> _Usable:
+        """The form that runs here, or why none does."""
         if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
-            return None, (str(reason),), {}, False  # and nothing about sizes, which are the kit's own
+            return _Usable(None, (str(reason),))  # and nothing about sizes, which are the kit's own
         self._check_options()
         refusals: list[str] = []
         asked: dict[str, Any] = {"use_mla": True} if self.use_mla else {}
@@ -130,13 +141,13 @@ class Subject:
             sizes = [{"block_size": size} for size in OTHER_BLOCK_SIZES if size in form.block_sizes]
             for other in (asked, *(asked | size for size in sizes)):
                 try:
-                    return self._choose(**_base(form, **other)).spec, (), other, False
+                    return _Usable(self._choose(**_base(form, **other)).spec, asked=other)
                 except _RefusedError as error:
                     reasons = reasons or error.reasons  # of the sizes that are tried first
                 except ConformanceError as error:
-                    return None, (str(error),), {}, True
+                    return _Usable(None, (str(error),), check_fails=True)
             refusals += reasons
-        return None, tuple(dict.fromkeys(refusals or ["its spec does not declare use_mla"])), {}, False
+        return _Usable(None, tuple(dict.fromkeys(refusals or ["its spec does not declare use_mla"])))
 
     @property
     def _forms(self) -> list[BackendSpec]:
@@ -156,7 +167,7 @@ class Subject:
     @property
     def refusals(self) -> tuple[str, ...]:
         """Why no form of the backend runs on this machine; empty where one does."""
-        return self._usable[1]
+        return self._usable.refusals
 
     @property
     def refusal(self) -> str:
@@ -167,9 +178,9 @@ class Subject:
     def form(self) -> BackendSpec:
         """The facts that tests go by; UnsupportedError where no form runs here, ConformanceError where that is so
         because the spec's own check fails."""
-        form = self._usable[0]
+        form = self._usable.form
         if form is None:
-            raise ConformanceError(self.refusal) if self._usable[3] else UnsupportedError(self.refusal)
+            raise ConformanceError(self.refusal) if self._usable.check_fails else UnsupportedError(self.refusal)
         return form
 
     def request(self, **changes: Any) -> AttentionRequest:
@@ -231,7 +242,7 @@ class Subject:
         return batch
 
     def _base(self, **changes: Any) -> dict[str, Any]:
-        return _base(self.form, **{**self._usable[2], **changes})
+        return _base(self.form, **{**self._usable.asked, **changes})
 
     def _choose(self, **fields: Any) -> Choice:
         options = {self.name: self.options} if self.options else {}  # a spec's check may read them
