@@ -86,6 +86,10 @@ class AttentionMetadata(StepArrays["Tensor", "Tensor"], Protocol):
         """A place for what a backend makes for this step, by keys of its own; empty again when the next step comes."""
 
     @property
+    def of_rank(self) -> bool:
+        """Whether slots and lengths are those of one rank of several (decode context parallelism)."""
+
+    @property
     def host_lengths(self) -> str:
         """``exact``; ``bounded`` where lengths on the host are upper bounds of the device's, as of a step that was
         built overlapped; ``none`` where the host has none. A view says what its step says.

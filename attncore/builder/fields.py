@@ -218,10 +218,10 @@ COUNTS = (
 ACTUAL_COUNTS = ("num_actual_reqs", "num_actual_tokens")
 """The counts of a padded step without its padding (persistent builder)."""
 
-ORDER = ("decodes_first", "from_groups")
-"""The order of rows and which builder's rules apply; views need them."""
+FLAGS = ("decodes_first", "from_groups", "of_rank")
+"""The order of rows, which builder's rules apply, and whether the step is one rank's of several."""
 
-BROADCAST = (*COUNTS, *ORDER, *ACTUAL_COUNTS)
+BROADCAST = (*COUNTS, *FLAGS, *ACTUAL_COUNTS)
 """What is sent to other ranks beside the arrays."""
 
 

@@ -118,7 +118,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
     _of_rank = False
-    """Whether slots and lengths are those of one rank of several: they are not shared out again."""
+    """``of_rank`` of metadata that no builder of a rank made."""
 
     _view_as: type[Any] | None = None
     """The class of views; None: this one."""
@@ -236,6 +236,14 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         """
         step = step_of(self)
         return "exact" if step.builder is None else str(step.builder.host_lengths(step))
+
+    @property
+    def of_rank(self) -> bool:
+        """Whether slots and lengths are those that one rank of several keeps, as of a builder with
+        ``context_parallel`` or of ``ContextParallel.metadata``: no rank takes its share of them again.
+        """
+        ranks = getattr(step_of(self).builder, "context_parallel", None)
+        return bool(self._of_rank) or (ranks is not None and ranks.world_size > 1)
 
     @property
     def decode_metadata(self) -> CommonAttentionMetadata | None:

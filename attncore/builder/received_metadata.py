@@ -18,8 +18,8 @@ from attncore.builder.fields import (
     DERIVED,
     ENCODER_ARRAYS,
     FIELDS,
+    FLAGS,
     MOST_TREE_TOKENS,
-    ORDER,
     Length,
 )
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -74,7 +74,8 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     _check_indices(host, values["num_tokens"], values["num_reqs"])
     _check_trees(host)
     _check_spans(host)
-    metadata = kind(host, read_only if backend is None else backend.from_host, **values)
+    of_rank = values.pop("of_rank", False)
+    metadata = kind(host, read_only if backend is None else backend.from_host, **values, _of_rank=of_rank)
     if backend is not None:
         check_needed_fields(metadata, backend)
         refuse_rank_drafts(metadata, backend)
@@ -96,7 +97,7 @@ def _on_host(name: str, array: Any) -> Any:
 
 def _count(name: str, value: Any) -> int | bool:
     path = f"fields[{name!r}]"
-    return arguments.flag(path, value) if name in (*ORDER, "use_cuda_graph") else arguments.integer(path, value, 0)
+    return arguments.flag(path, value) if name in (*FLAGS, "use_cuda_graph") else arguments.integer(path, value, 0)
 
 
 def _check_counts(values: Mapping[str, int | bool]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attncore.builder.metadata import CommonAttentionMetadata, step_of
+from attncore.builder.metadata import CommonAttentionMetadata
 
 
 def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
@@ -24,7 +24,7 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
         raise ValueError(f"metadata: it holds draft trees, whose tokens see some of those before them; {why}")
     if getattr(host, "span_ends", None) is not None:
         raise ValueError(f"metadata: it holds spans, whose tokens see some of those behind them; {why}")
-    if is_of_rank(metadata):  # whether or not this rank keeps all tokens so far
+    if metadata.of_rank:  # whether or not this rank keeps all tokens so far
         raise ValueError(f"metadata: it is that of one rank of several already; {why}")
     row = first_partial(metadata)
     if row >= 0:
@@ -37,14 +37,6 @@ def holds_trees(metadata: CommonAttentionMetadata) -> bool:
     """Whether a request of the step runs a draft tree."""
     masks = getattr(metadata.host, "tree_mask", None)
     return masks is not None and bool(masks.any())
-
-
-def is_of_rank(metadata: CommonAttentionMetadata) -> bool:
-    """Whether a step, or the one that a view was taken of, is known as that of one rank of several. What came from
-    another process is not: ``first_partial`` tells it by its lengths.
-    """
-    ranks = getattr(step_of(metadata).builder, "context_parallel", None)
-    return metadata._of_rank or (ranks is not None and ranks.world_size > 1)
 
 
 def first_partial(metadata: CommonAttentionMetadata) -> int:

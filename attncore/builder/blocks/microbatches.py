@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.builder.blocks.check_whole_requests import first_partial, holds_trees, is_of_rank
+from attncore.builder.blocks.check_whole_requests import first_partial, holds_trees
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import own_array, own_arrays
@@ -170,7 +170,7 @@ def _check_cut(metadata: CommonAttentionMetadata, *cuts: int) -> None:
                 f"batch_slice: cuts a span ahead of token {cut}, whose tokens see each other; slice by requests, or "
                 "between spans"
             )
-    if is_of_rank(metadata) or (_is_decoder(metadata.host) and first_partial(metadata) >= 0):
+    if metadata.of_rank or (_is_decoder(metadata.host) and first_partial(metadata) >= 0):
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
             "and take the rank's of each slice"

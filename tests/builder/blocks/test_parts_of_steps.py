@@ -112,9 +112,10 @@ def test_what_is_not_of_whole_requests_is_refused(taken):
     local = step_of_a_rank(decodes, context_parallel=RANK)
     assert (local.context_lens + local.query_lens).tolist() == local.seq_lens.tolist()
     for metadata in (local, RANK.metadata(step_of_a_rank(decodes))):
-        with pytest.raises(ValueError, match=r"^metadata: it is that of one rank of several already"):
-            taken(metadata)
-        arrived = metadata_from_fields(metadata.asdict_zerocopy())
+        for one in (metadata, metadata_from_fields(metadata.asdict_zerocopy())):
+            with pytest.raises(ValueError, match=r"^metadata: it is that of one rank of several already"):
+                taken(one)
+        arrived = metadata_from_fields(metadata.asdict_zerocopy({"of_rank"}))
         with pytest.raises(ValueError, match=r"^metadata: row 0 has a length capped .*, or that of one rank"):
             taken(arrived)
     with pytest.raises(ValueError, match=r"^metadata: of a cross group"):
@@ -126,7 +127,15 @@ def test_what_is_not_of_whole_requests_is_refused(taken):
         taken(graph.build([SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3])])], 0))
 
 
-@pytest.mark.parametrize("part", [lambda step: step, lambda step: step.prefill_metadata.prefill_metadata])
+PARTS = [
+    lambda step: step,
+    lambda step: step.prefill_metadata.prefill_metadata,
+    lambda step: metadata_from_fields(step.asdict_zerocopy()),
+    lambda step: metadata_from_fields(step.prefill_metadata.asdict_zerocopy()).prefill_metadata,
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_what_is_one_ranks_already_is_refused_also_where_it_keeps_all_tokens_so_far(part):
     """Lengths do not tell it then, and other ranks would refuse."""
     share = ContextParallel(2, 0, 4, interleave=4)
@@ -138,11 +147,13 @@ def test_what_is_one_ranks_already_is_refused_also_where_it_keeps_all_tokens_so_
 
     for metadata in (step(context_parallel=share), share.metadata(step())):
         assert (metadata.slot_mapping.tolist(), metadata.seq_lens.tolist()) == ([12, 13, 14], [3])
+        assert part(metadata).of_rank
         with pytest.raises(ValueError, match=r"^metadata: it is that of one rank of several already"):
             share.metadata(part(metadata))
         with pytest.raises(ValueError, match="cuts a request of which one rank of several keeps a part"):
             slice_metadata(part(metadata), BatchSlice(0, 1, 0, 2), block_size=4)
     alone = ContextParallel(1, 0, 8)
+    assert not part(step(context_parallel=alone)).of_rank
     assert alone.metadata(part(step(context_parallel=alone))).slot_mapping.tolist() == [24, 25, 26]
 
 
