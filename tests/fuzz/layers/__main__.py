@@ -1,0 +1,60 @@
+"""Runs programs over one backend, in a process of its own: Triton's interpreter, or the libraries of a GPU.
+
+    PYTHONPATH=tests python -m fuzz.layers BACKEND FIRST COUNT
+
+FIRST is the seed of the first program. On a CPU BACKEND is ``triton`` or ``sdpa``, with ATTNCORE_ROCM_DEV_DEVICE=cpu
+and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``. Each program that fails is printed with its seed; the exit code is
+1 then.
+"""
+
+import random
+import sys
+import traceback
+
+import torch
+from fuzz.layers import backends
+from fuzz.layers.program import Program
+from fuzz.layers.settings import Sizes, Tested
+
+from attncore import Host
+
+STEPS = 10
+BFLOAT16 = {"tolerance": 3e-2}
+ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
+    "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
+    "flash3": (Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), **BFLOAT16), "flash", {"generation": "3"}),
+    "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
+    "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
+    "triton": (Sizes((16, 64), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16), "rocm", {"kernel": "triton"}),
+}
+"""Name -> sizes, the backend and its options."""
+
+
+def tested(name: str) -> Tested:
+    if not torch.cuda.is_available():
+        sizes = Sizes(cache_dtypes=backends.EXACT, tolerance=2e-3)
+        return backends.selected(
+            sizes, "cpu", Host.probe(), dtype="float32", backend="rocm", options={"rocm": {"kernel": name}}
+        )
+    sizes, backend, options = ON_GPU[name]
+    return backends.selected(sizes, "cuda:0", backend=backend, options={backend: options})
+
+
+def main(name: str, first: int, count: int) -> int:
+    """How many of ``count`` programs failed."""
+    failed, under_test = 0, tested(name)
+    for seed in range(first, first + count):
+        try:
+            program = Program(random.Random(seed), under_test)
+            for _ in range(STEPS):
+                program.step()
+        except Exception:
+            failed += 1
+            print(f"{name}, seed {seed}:")
+            traceback.print_exc(limit=-6, file=sys.stdout)
+    print(f"{name}: {count - failed} programs passed, {failed} failed", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) else 0)

@@ -1,0 +1,96 @@
+"""The backends under test: ``reference``, and the plugins over stand-ins of their libraries, or on a GPU over these."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz.layers.settings import Settings, Sizes, Tested
+
+import attncore
+from attncore import BackendConfig, Host
+from attncore.reference import ReferenceBackend, attncore_backend
+
+PLUGINS = Path(__file__).parents[3] / "plugins"
+SPEC = attncore_backend()
+EXACT = ("auto", "auto", "fp8_e4m3", "fp8_e5m2")
+FOR_REFERENCE = Sizes(value_sizes=(4, 12), cache_dtypes=(*EXACT, "bfloat16"), latent=True)
+FOR_BLOCKS_OF_16 = Sizes(head_sizes=(64,), block_sizes=(16,), tolerance=3e-2)
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {
+        "num_heads": settings.heads,
+        "num_kv_heads": settings.kv_heads,
+        "head_size": settings.head_size,
+        "block_size": settings.block_size,
+        "kv_cache_layout": settings.layout,
+        "kv_cache_dtype": settings.cache_dtype,
+    }
+
+
+def reference(*, by_hand: bool) -> Tested:
+    """``by_hand``: without a spec, so that stand-ins of graphs may hold its steps."""
+
+    def make(settings: Settings) -> Any:
+        return ReferenceBackend(
+            BackendConfig(
+                dtype="float32",
+                use_mla=settings.latent,
+                head_size_v=settings.value_size,
+                spec=None if by_hand else SPEC,
+                **_fields(settings),
+            )
+        )
+
+    return Tested(make, frozenset(SPEC.features), "always" if by_hand else "never", FOR_REFERENCE)
+
+
+def flash(generation: str, patch: pytest.MonkeyPatch) -> Tested:
+    standin = _standins("attn-flash", "flash_standin")
+    standin.install(patch, generation, standin.MADE[generation]())
+    sizes = {
+        "2": Sizes((64,), (), (256,), tolerance=3e-2, model_len=270, windows=(5, 260)),
+        "4": FOR_BLOCKS_OF_16,
+    }.get(generation, Sizes((16,), (), (1, 2, 4, 8, 16), ("auto", "fp8_e4m3"), tolerance=3e-2))
+    return _tested(lambda settings: standin.create(generation, **_fields(settings)), sizes)
+
+
+def flashinfer() -> Tested:
+    standin = _standins("attn-flashinfer", "flashinfer_standin")
+    sizes = Sizes((64,), (), (1, 2, 4, 8, 16), EXACT, tolerance=3e-2)
+    return _tested(lambda settings: standin.backend(**_fields(settings)), sizes, on_device=True)
+
+
+def rocm(variant: str, patch: pytest.MonkeyPatch) -> Tested:
+    """A library that is a stand-in; that of the plugin's own kernels reads what they do not, masked keys' values."""
+    standins = _standins("attn-rocm", "rocm_standins")
+    standins.install(patch, variant)
+    return _tested(lambda settings: standins.backend(variant, **_fields(settings)), FOR_BLOCKS_OF_16, finite=True)
+
+
+def selected(sizes: Sizes, device: str, host: Host | None = None, **asked: Any) -> Tested:
+    """The backend that ``asked`` selects on this machine."""
+
+    def make(settings: Settings) -> Any:
+        fields = {"dtype": "bfloat16", **asked, **_fields(settings)}
+        return attncore.select(**fields, host=host).create(device=device)
+
+    return _tested(make, sizes)
+
+
+def _tested(make: Any, sizes: Sizes, *, finite: bool = False, on_device: bool = False) -> Tested:
+    """What the spec of a backend says, for the first of each size."""
+    first = Settings(sizes, 4, 2, sizes.head_sizes[0], sizes.head_sizes[0], False, sizes.block_sizes[-1], "NHD", "auto")
+    spec = make(first).spec
+    finite = finite or spec.finite_tail or spec.finite_passed_blocks
+    return Tested(make, frozenset(spec.features), spec.cuda_graph, sizes, on_device, finite)
+
+
+def _standins(plugin: str, module: str) -> Any:
+    """The module of a plugin's tests that stands in for its library."""
+    if (folder := str(PLUGINS / plugin / "tests")) not in sys.path:
+        sys.path.insert(0, folder)
+    return __import__(module)

@@ -1,0 +1,67 @@
+"""All layers of a program in one captured graph, whose inputs lie where each replay reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fuzz.layers.caches import Numbers
+from fuzz.layers.settings import Layer, Settings
+from torch import Tensor
+
+from attncore.graphs import capturing, launch, new_graph
+
+
+class CapturedLayers:
+    def __init__(
+        self, metadata: Any, layers: list[tuple[Layer, Any]], caches: dict[tuple[str, int], Any], settings: Settings,
+        numbers: Numbers, each: int | None, with_lse: bool,
+    ) -> None:  # fmt: skip
+        """``metadata`` is what ``capture`` gave; ``each``: the tokens of a row, None where rows are of any length."""
+        self.each, tokens = each, metadata.num_tokens
+
+        def zeros(heads: int, size: int) -> Tensor:
+            return torch.zeros(tokens, heads, size, dtype=numbers.dtype, device=numbers.device)
+
+        self.queries = [zeros(settings.heads, settings.head_size) for _ in layers]
+        sizes = settings.head_size, settings.value_size
+        self.new = {key: [zeros(settings.kv_heads, size) for size in sizes] for key in caches}
+        self.outputs = [zeros(settings.heads, settings.value_size) for _ in layers]
+        self.graph = new_graph(numbers.device)
+
+        def run(number: int) -> Tensor:
+            layer, impl = layers[number]
+            keys, values = self.new[layer.group, layer.cache]
+            given = (keys, None if settings.latent else values) if layer.writes else (None, None)
+            if layer.group == "cross":  # encoder tokens do not fit a captured size
+                given = None, None
+            method = impl.forward_with_lse if with_lse else impl.forward
+            returned = method(
+                self.queries[number], *given, caches[layer.group, layer.cache], metadata.groups[layer.group],
+                self.outputs[number], write=layer.writes,
+            )  # fmt: skip
+            return returned[1] if with_lse else returned
+
+        for number in range(len(layers)):
+            launch(run, number)  # a warm-up, over an empty step
+        with capturing(self.graph):
+            metadata.record()
+            self.sums = [launch(run, number) for number in range(len(layers))]
+        self.with_lse = with_lse
+
+    def run(
+        self, metadata: Any, queries: list[Tensor], new: dict[tuple[str, int], list[Tensor]]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Output and perhaps log-sum-exp of each layer for a step that was built for this size; padding holds NaN."""
+        count = len(queries[0])
+        for held, fresh in [
+            *zip(self.queries, queries, strict=True),
+            *((one, other) for key, both in self.new.items() if key[0] != "cross"
+              for one, other in zip(both, new[key], strict=True)),
+        ]:  # fmt: skip
+            held[:count] = fresh
+            held[count:] = float("nan")
+        metadata.replay(self.graph)
+        found = [output[:count].cpu().clone() for output in self.outputs]
+        return [(output, sums[:count].cpu().clone() if self.with_lse else None) for output, sums in
+                zip(found, self.sums, strict=True)]  # fmt: skip

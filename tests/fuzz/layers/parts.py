@@ -1,0 +1,153 @@
+"""The ways in which an engine hands over a step: whole, in views and slices, from another process, adopted, in chunks.
+
+A part is metadata of each group for a range of the step's tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fuzz.layers.requests import Requests
+from fuzz.layers.settings import MAX_REQS, Settings
+
+from attncore import AdoptedSteps
+from attncore.builder import (
+    local_attention_metadata,
+    metadata_from_fields,
+    slice_by_requests,
+    slice_by_tokens,
+    slice_metadata,
+)
+
+
+@dataclass
+class Part:
+    metadata: dict[str, Any]
+    """By group."""
+    start: int
+    stop: int
+    how: tuple[str, ...] = ()
+    chunk: int | None = None
+    """Of local attention: tokens see those of their own chunk."""
+
+    @property
+    def any(self) -> Any:
+        return next(iter(self.metadata.values()))
+
+
+class Parts:
+    def __init__(self, draw: random.Random, settings: Settings, requests: Requests, backends: dict[str, Any]) -> None:
+        self.draw, self.settings, self.requests, self.backends = draw, settings, requests, backends
+        self.adopting: dict[str, AdoptedSteps] = {}
+
+    def of(self, step: Part, counts: dict[str, int], *, trees: bool) -> list[Part]:
+        """The parts of a step, whose planned metadata ``step`` has; ``counts`` has its rows, in order."""
+        ways = [self.whole, self.whole, self.views, self.slices, self.received]
+        special = trees or self.settings.spans
+        if not special:
+            ways += [self.cuts, self.local]
+            if not self.settings.groups[-1].cross:
+                ways.append(lambda part: self.adopted(part, counts))
+        first = self.draw.choice(ways)(step)
+        again = [way for way in ways if way in (self.whole, self.views, self.slices, self.cuts, self.received)]
+        return [deeper for part in first for deeper in self.draw.choice(again)(part)]
+
+    def whole(self, part: Part) -> list[Part]:
+        return [part]
+
+    def views(self, part: Part) -> list[Part]:
+        found, at = [], part.start
+        for name, count in (("decode", part.any.num_decode_tokens), ("prefill", part.any.num_prefill_tokens)):
+            views = {group: getattr(one, f"{name}_metadata") for group, one in part.metadata.items()}
+            assert all((view is not None) == bool(count) for view in views.values())
+            if count:
+                assert all(view.num_tokens == count for view in views.values())
+                found.append(replace(part, metadata=views, start=at, stop=at + count, how=(*part.how, name)))
+            at += count
+        return found
+
+    def slices(self, part: Part) -> list[Part]:
+        most = min(3, part.any.num_reqs)
+        return self._sliced(part, slice_by_requests(part.any.host.query_lens, self.draw.randint(1, most)))
+
+    def cuts(self, part: Part) -> list[Part]:
+        if part.chunk is not None or part.metadata.keys() - {"g0", "g1"}:
+            return self.slices(part)  # through a request of a chunk, or with encoder tokens: not cut
+        most = min(3, part.stop - part.start)
+        return self._sliced(part, slice_by_tokens(part.any.host.query_lens, self.draw.randint(1, most)))
+
+    def _sliced(self, part: Part, slices: Any) -> list[Part]:
+        found, at = [], part.start
+        for one in slices:
+            metadata = {
+                name: slice_metadata(of_group, one, block_size=self.settings.block_size)
+                for name, of_group in part.metadata.items()
+            }
+            count = one.token_stop - one.token_start
+            if count:
+                found.append(replace(part, metadata=metadata, start=at, stop=at + count, how=(*part.how, "slice")))
+            at += count
+        return found
+
+    def received(self, part: Part) -> list[Part]:
+        """With a copy of each array, as another process has it."""
+        arrived = {}
+        for name, metadata in part.metadata.items():
+            sent = {
+                key: torch.as_tensor(value).clone() if hasattr(value, "shape") else value
+                for key, value in metadata.asdict_zerocopy().items()
+            }
+            arrived[name] = metadata_from_fields(sent, self.backends[name])
+        return [replace(part, metadata=arrived, how=(*part.how, "received"))]
+
+    def local(self, part: Part) -> list[Part]:
+        if part.metadata.keys() - {"g0", "g1"}:
+            return [part]
+        size = self.settings.block_size
+        chunk = size * self.draw.randint(1, 3)
+        metadata = {name: local_attention_metadata(one, chunk, size) for name, one in part.metadata.items()}
+        return [replace(part, metadata=metadata, how=(*part.how, "local"), chunk=chunk)]
+
+    def adopted(self, part: Part, counts: dict[str, int]) -> list[Part]:
+        """The same step out of an engine's tensors, whose table is a part of a wider one."""
+        if not counts:
+            return [part]
+        held, size, found = self.requests.held, self.settings.block_size, {}
+        columns = -(-self.settings.sizes.model_len // size)
+        for group in self.settings.groups:
+            each = group.block_size // size
+            wide = torch.full((len(counts), columns + 3), -1, dtype=torch.int32)
+            table = wide[:, :columns].zero_()
+            for row, name in enumerate(counts):
+                ids = [block * each + k for block in held[name].blocks[group.name] for k in range(each)][:columns]
+                table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            spans = [range(held[name].computed, held[name].computed + count) for name, count in counts.items()]
+            slots = [int(table[row, at // size]) * size + at % size for row, span in enumerate(spans) for at in span]
+            starts = torch.tensor([0, *(len(span) for span in spans)]).cumsum(0).int()
+            if group.name not in self.adopting:
+                longest = self.settings.sizes.model_len
+                self.adopting[group.name] = AdoptedSteps(
+                    self.backends[group.name],
+                    max_num_reqs=MAX_REQS,
+                    max_num_tokens=2 * longest,
+                    max_model_len=longest,
+                    num_blocks=self.settings.num_blocks * each,
+                    decode_threshold=self.settings.threshold,
+                )
+            lengths = torch.tensor([span.stop for span in spans]).int()
+            device = self.backends[group.name].config.device
+            given = {
+                "query_start_loc": starts,
+                "seq_lens": lengths,
+                "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+            }
+            found[group.name] = self.adopting[group.name].build(
+                **{name: one.to(device) for name, one in given.items()},
+                block_table=wide.to(device)[:, :columns],
+                host_query_start_loc=starts.numpy(),
+                host_seq_lens=lengths.numpy(),
+            )
+        return [replace(part, metadata=found, how=(*part.how, "adopted"))]

@@ -1,0 +1,386 @@
+"""A program: random steps of a random batch through random layers, each output compared with float64 attention."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from fuzz.layers.attention import attend
+from fuzz.layers.caches import Numbers, new_cache, nobodys
+from fuzz.layers.captured_layers import CapturedLayers
+from fuzz.layers.parts import Part, Parts
+from fuzz.layers.requests import Requests
+from fuzz.layers.settings import (
+    MAX_ENCODER,
+    MAX_REQS,
+    Layer,
+    Tested,
+    draw_groups,
+    draw_layers,
+    draw_settings,
+)
+from torch import Tensor
+
+from attncore import MetadataBuilder
+
+MOST_COMPARED = 20
+"""Tokens of a part whose results are compared: the first, the last, and some between."""
+
+Scale = float | Tensor
+Result = tuple[int, Part, Tensor, Tensor | None]
+"""A layer's number, the part that it ran over, its output and perhaps log-sum-exp."""
+
+
+class Token(NamedTuple):
+    """A query of a step, whose key is at ``place`` of its request's ``written``."""
+
+    name: str
+    place: int
+    position: int
+    seen: frozenset[int]
+    """The step's places that it sees in a draft tree; empty: those up to its own."""
+
+
+class Step(NamedTuple):
+    counts: dict[str, int]
+    """Tokens of each request, in the order of rows."""
+    trees: dict[str, list[int]]
+    tokens: list[Token]
+    encoded: dict[str, int]
+    """Encoder tokens of the rows whose keys are computed in this step."""
+    new: dict[tuple[str, int], tuple[Tensor, Tensor]]
+    """By group and cache: the keys and values of the step's tokens (cross: of its encoder tokens), as the cache holds
+    them: without scales.
+    """
+
+
+class Program:
+    def __init__(self, draw: random.Random, tested: Tested) -> None:
+        self.draw, self.tested = draw, tested
+        self.settings = settings = draw_settings(draw, tested.sizes)
+        draw_groups(draw, settings, tested.features)
+        draw_layers(draw, settings, tested.features)
+        self.backends = {group.name: tested.make(settings) for group in settings.groups}
+        self.requests = Requests(draw, settings)
+        self.numbers = Numbers(draw, settings, self.backends["g0"].config)
+        self.caches: dict[tuple[str, int], Any] = {}
+        self.scales: dict[tuple[str, int], tuple[Scale, Scale]] = {}
+        self.impls = []
+        for number, layer in enumerate(settings.layers):
+            backend, each = self.backends[layer.group], self._kernel_blocks(layer.group)
+            if (layer.group, layer.cache) not in self.caches:
+                made = new_cache(draw, backend, settings.num_blocks * each, tested)
+                self.caches[layer.group, layer.cache] = made
+                self.scales[layer.group, layer.cache] = self._drawn_scales()
+            self.impls.append(self._made_layer(number, layer))
+        self.builder = MetadataBuilder(
+            self.requests.batch, self.backends if len(self.backends) > 1 else self.backends["g0"],
+            max_num_batched_tokens=2 * settings.sizes.model_len, max_num_encoder_tokens=MAX_REQS * MAX_ENCODER,
+            decode_threshold=settings.threshold, draft_trees=settings.trees,
+            transport="copy" if tested.on_device else settings.transport,
+        )  # fmt: skip
+        self.parts = Parts(draw, settings, self.requests, self.backends)
+        self.captured: dict[Any, CapturedLayers] = {}
+        """By bucket."""
+        self._capture()
+
+    def _made_layer(self, number: int, layer: Layer) -> Any:
+        """Without soft cap, slopes and sinks where the backend has not all of them together."""
+        scales = dict(zip(("k_scale", "v_scale"), self.scales[layer.group, layer.cache], strict=True))
+        make = self.backends[layer.group].impl
+        try:
+            return make(f"layers.{number}", **scales, **layer.features)
+        except ValueError:
+            for name in ("logits_soft_cap", "alibi_slopes", "sinks"):
+                layer.features.pop(name, None)
+            return make(f"layers.{number}", **scales, **layer.features)
+
+    def _kernel_blocks(self, group: str) -> int:
+        of_group = next(one for one in self.settings.groups if one.name == group)
+        return int(of_group.block_size // self.settings.block_size)
+
+    def _capture(self) -> None:
+        level, draw = self.tested.cuda_graph, self.draw
+        if level == "never" or draw.random() < 0.6:
+            return
+        rows = draw.randint(1, MAX_REQS)
+        each = 1 if level == "uniform_decode" else draw.randint(1, self.settings.threshold)
+        layers = list(zip(self.settings.layers, self.impls, strict=True))
+        with_lse = "lse" in self.tested.features and draw.random() < 0.5
+        metadata = self.builder.capture(rows, each)
+        self.captured[rows] = CapturedLayers(metadata, layers, self.caches, self.settings, self.numbers, each, with_lse)
+        if level == "always" and draw.random() < 0.5:
+            tokens = draw.choice([8, 24])
+            metadata = self.builder.capture(rows, num_tokens=tokens)
+            self.captured[rows, tokens] = CapturedLayers(
+                metadata, layers, self.caches, self.settings, self.numbers, None, with_lse
+            )
+
+    def _drawn_scales(self) -> tuple[Scale, Scale]:
+        """Of keys and values, powers of 2; those of one kind that the backend has. Other caches than fp8 have none."""
+        heads = self.settings.kv_heads
+        kinds = {"kv_scales": None, "kv_scales_on_device": 1, "kv_scales_per_head": heads}
+        if not self.settings.cache_dtype.startswith("fp8") or not (able := self.tested.features & kinds.keys()):
+            return 1.0, 1.0
+        count = kinds[self.draw.choice(sorted(able))]
+        numbers = [[self.draw.choice([0.25, 0.5, 1.0, 2.0]) for _ in range(count or 1)] for _ in "kv"]
+        keys, values = (row[0] if count is None else torch.tensor(row) for row in numbers)
+        return keys, keys if self.settings.latent else values
+
+    def _change_layers(self) -> None:
+        """What an engine does to layers between steps: other weights, other memory."""
+        for number, layer in enumerate(self.settings.layers):
+            if "sinks" in layer.features and self.draw.random() < 0.1:
+                layer.features["sinks"] = [self.draw.choice([-1.0, 0.5, 2.0]) for _ in range(self.settings.heads)]
+                self.impls[number].set_sinks(layer.features["sinks"])
+        for key, cache in self.caches.items():
+            if self.draw.random() < 0.1 and not self.captured:  # a graph holds its addresses
+                self.caches[key] = cache.clone() if isinstance(cache, Tensor) else tuple(one.clone() for one in cache)
+            if self.draw.random() < 0.1 and self.settings.cache_dtype.startswith("fp8"):
+                self.scales[key] = self._drawn_like(self.scales[key])
+                for number, layer in enumerate(self.settings.layers):
+                    if (layer.group, layer.cache) == key:
+                        self.impls[number].set_scales(*self.scales[key])
+
+    def _drawn_like(self, scales: tuple[Scale, Scale]) -> tuple[Scale, Scale]:
+        """The same scales times 2, or as they are: what is in the cache is read with the new ones."""
+        keys, values = (scale * self.draw.choice([1.0, 2.0]) for scale in scales)
+        stays = self.captured and isinstance(keys, float)  # in the graphs that were captured with it
+        if stays or "kv_scales" not in self.tested.features:
+            return scales
+        return keys, keys if self.settings.latent else values
+
+    def step(self) -> None:
+        requests = self.requests
+        requests.change()
+        self._change_layers()
+        for group, block in requests.freed:
+            each = self._kernel_blocks(group)
+            for (of_cache, _), cache in self.caches.items():
+                for view in self.backends[group].kv_cache_views(cache) if of_cache == group else ():
+                    nobodys(view[block * each : (block + 1) * each], finite=self.tested.finite)
+        requests.freed.clear()
+        bucket = self.draw.choice([None, *self.captured])
+        scheduled = self._scheduled(bucket)
+        trees = {} if isinstance(bucket, tuple) else self._trees(scheduled)
+        metadata = self.builder.build(scheduled, bucket=bucket, **({"trees": trees} if trees else {}))
+        groups = dict(metadata.groups)
+        step = self._new_step({name: scheduled[name] for name in metadata.req_ids}, trees)
+        queries = [
+            self.numbers.rows(len(step.tokens), self.settings.heads, self.settings.head_size) for _ in self.impls
+        ]
+        whole = Part(groups, 0, len(step.tokens))
+        if bucket is None:
+            found = self._eager(whole, step, queries)
+        else:
+            new = {
+                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
+                for layer in self.settings.layers
+            }
+            returned = self.captured[bucket].run(metadata, queries, new)
+            found = [(number, whole, *one) for number, one in enumerate(returned)]
+        self._remember(step)
+        for number, part, output, sums in found:
+            self._compare(number, part, queries[number], step, output, sums)
+        self._go_on(step)
+
+    def _scheduled(self, bucket: Any) -> dict[str, int]:
+        if bucket is None:
+            return self.requests.scheduled(2 * self.settings.sizes.model_len)
+        rows, most = bucket if isinstance(bucket, tuple) else (bucket, 10**6)
+        scheduled = self.requests.scheduled(most, self.captured[bucket].each)
+        running = [name for name, count in scheduled.items() if count]
+        held = self.requests.held
+        for name in running:
+            if held[name].encoder and not held[name].encoded:
+                scheduled[name] = 0  # encoder tokens do not fit a captured size
+        running = [name for name in running if scheduled[name]]
+        return scheduled | dict.fromkeys(running[rows:], 0)
+
+    def _trees(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
+        """Parents of drafts, of some of the requests that run as decodes of several tokens behind a first token."""
+        return {
+            name: [self.draw.randint(-1, draft - 1) for draft in range(count - 1)]
+            for name, count in scheduled.items()
+            if self.settings.trees and 1 < count <= self.settings.threshold and self.draw.random() < 0.6
+        }
+
+    def _eager(self, whole: Part, step: Step, queries: list[Tensor]) -> list[Result]:
+        """Runs the layers over the step's parts."""
+        parts = self.parts.of(whole, step.counts, trees=bool(step.trees)) if step.tokens else [whole]
+        layers = range(len(self.impls))
+        planned = any(backend.has_plan for backend in self.backends.values())
+        if planned or self.draw.random() < 0.5:  # a backend may keep one plan of eager steps
+            runs = [(number, part) for part in parts for number in layers]
+        else:
+            runs = [(number, part) for number in layers for part in parts]
+        found, at = [], whole
+        for number, part in runs:
+            if planned and part is not at:
+                for group, metadata in part.metadata.items():
+                    self.backends[group].plan(metadata)
+            at = part
+            found.append((number, part, *self._run(number, part, queries[number], step)))
+        return found
+
+    def _new_step(self, counts: dict[str, int], trees: dict[str, list[int]]) -> Step:
+        tokens, encoded = [], {}
+        for name, count in counts.items():
+            request = self.requests.held[name]
+            base = request.computed
+            depths, seen = [0], [{0}]
+            for draft, parent in enumerate(trees.get(name, ())):
+                depths.append(depths[parent + 1] + 1)
+                seen.append(seen[parent + 1] | {draft + 1})
+            for index in range(count):
+                mine = frozenset(base + one for one in seen[index]) if name in trees else frozenset()
+                position = base + (depths[index] if name in trees else index)
+                tokens.append(Token(name, base + index, position, mine))
+            if request.encoder and not request.encoded:
+                encoded[name] = request.encoder
+        new, settings = {}, self.settings
+        for group, cache in self.caches:
+            rows = sum(encoded.values()) if group == "cross" else len(tokens)
+            keys = self.numbers.rows(rows, settings.kv_heads, settings.head_size)
+            values = self.numbers.rows(rows, settings.kv_heads, settings.value_size)
+            new[group, cache] = keys, keys[..., : settings.value_size] if settings.latent else values
+        return Step(counts, trees, tokens, encoded, new)
+
+    def _run(self, number: int, part: Part, queries: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Output and perhaps log-sum-exp of a layer for the tokens of a part."""
+        layer, impl, draw, numbers = self.settings.layers[number], self.impls[number], self.draw, self.numbers
+        metadata = part.metadata[layer.group]
+        cache = self.caches[layer.group, layer.cache]
+        total = max(metadata.num_tokens, part.stop - part.start) + draw.choice([0, 0, 0, 2])
+        query = numbers.given(queries[part.start : part.stop], total)
+        keys, values = self._keys(layer, part, step, total)
+        write = layer.writes
+        if write and draw.random() < 0.3:
+            impl.write_cache(keys, values, cache, metadata)
+            write = False
+        if not write and draw.random() < 0.7:
+            keys = values = None
+        output = None
+        if draw.random() < 0.3:
+            output = query.new_full((total, self.settings.heads, 2 * self.settings.value_size), 7.0)
+        given = None if output is None else output[..., : self.settings.value_size]
+        run = impl.forward_with_lse if "lse" in self.tested.features and draw.random() < 0.4 else impl.forward
+        returned = run(query, keys, values, cache, metadata, given, write=write)
+        found, sums = returned if isinstance(returned, tuple) else (returned, None)
+        if output is not None:
+            assert found is given
+            assert (output[..., self.settings.value_size :] == 7.0).all()
+        count = part.stop - part.start
+        return found[:count].cpu().clone(), None if sums is None else sums[:count].cpu().clone()
+
+    def _keys(self, layer: Layer, part: Part, step: Step, total: int) -> tuple[Tensor | None, Tensor | None]:
+        """What a layer is handed of the step's keys and values; a latent cache takes no values."""
+        keys, values = self._scaled(layer, step.new[layer.group, layer.cache])
+        if layer.group == "cross":
+            firsts, at = {}, 0
+            for name, count in step.counts.items():
+                firsts[name], at = at, at + count
+            start = sum(rows for name, rows in step.encoded.items() if firsts[name] < part.start)
+            stop = sum(rows for name, rows in step.encoded.items() if firsts[name] < part.stop)
+            return self.numbers.given(keys[start:stop]), self.numbers.given(values[start:stop])
+        keys, values = (self.numbers.given(one[part.start : part.stop], total) for one in (keys, values))
+        return keys, None if self.settings.latent else values
+
+    def _scaled(self, layer: Layer, held: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Keys and values of what a cache holds."""
+        scales = self.scales[layer.group, layer.cache]
+        return [
+            rows * torch.as_tensor(scale, dtype=rows.dtype).reshape(1, -1, 1)
+            for rows, scale in zip(held, scales, strict=True)
+        ]
+
+    def _remember(self, step: Step) -> None:
+        """Adds the step's keys and values to the histories of its requests, as the caches hold them."""
+        for (group, cache), new in step.new.items():
+            at = 0
+            for name, count in (step.encoded if group == "cross" else step.counts).items():
+                written = self.requests.held[name].written
+                mine = [one[at : at + count].double() for one in new]
+                if group != "cross" and (group, cache) in written:
+                    mine = [torch.cat(both) for both in zip(written[group, cache], mine, strict=True)]
+                written[group, cache] = mine[0], mine[1]
+                at += count
+
+    def _compare(
+        self, number: int, part: Part, queries: Tensor, step: Step, output: Tensor, sums: Tensor | None
+    ) -> None:
+        layer = self.settings.layers[number]
+        tokens = range(part.start, part.stop)
+        if len(tokens) > MOST_COMPARED:
+            tokens = [*tokens[:4], *self.draw.sample(tokens[4:-4], MOST_COMPARED - 8), *tokens[-4:]]
+        for index in tokens:
+            expected = self._expected(layer, part, queries[index], step.tokens[index], step)
+            for found, wanted in zip((output, sums), expected, strict=True):
+                if found is None:
+                    continue
+                mine, allowed = found[index - part.start].double(), self.settings.sizes.tolerance
+                wanted = torch.where(wanted.isinf(), torch.inf, wanted.double())
+                mine = torch.where(mine.isinf(), torch.inf, mine)  # no key is seen: of either sign
+                same = torch.isclose(mine, wanted, rtol=allowed, atol=allowed)
+                assert same.all(), (
+                    f"layer {number} {layer}, token {index} {step.tokens[index]}, part {part.how} of {step.counts}: "
+                    f"{mine.flatten()[:4].tolist()} found, {wanted.flatten()[:4].tolist()} expected"
+                )
+
+    def _expected(self, layer: Layer, part: Part, query: Tensor, token: Token, step: Step) -> tuple[Tensor, Tensor]:
+        request = self.requests.held[token.name]
+        masks = "attn_type", "sliding_window"
+        features = {name: value for name, value in layer.features.items() if name not in masks}
+        of_nothing = [torch.zeros(0, *one.shape[1:], dtype=torch.float64) for one in step.new[layer.group, layer.cache]]
+        keys, values = self._scaled(layer, request.written.get((layer.group, layer.cache), of_nothing))
+        if layer.group == "cross":
+            every = torch.ones(len(keys), dtype=torch.bool)
+            return attend(query.double(), keys, values, every, torch.zeros(len(keys)), **features)
+        places = torch.arange(len(keys))
+        visible, positions = places <= token.place, places.clone()
+        if token.seen:
+            for one in (one for one in step.tokens if one.name == token.name):
+                positions[one.place] = one.position
+                visible[one.place] = one.place in token.seen
+        distances = (token.position - positions).abs()
+        if (window := layer.features.get("sliding_window")) is not None:
+            visible &= distances < window
+        for start, stop in request.spans:
+            if start <= token.place < stop:
+                visible |= (places >= start) & (places < stop)
+        if part.chunk is not None:
+            visible &= places // part.chunk == token.place // part.chunk
+        return attend(query.double(), keys, values, visible, distances, **features)
+
+    def _go_on(self, step: Step) -> None:
+        """What an engine does behind a step: it keeps a path of each tree, and moves its keys together."""
+        held = self.requests.held
+        for name, count in step.counts.items():
+            held[name].computed += count
+        for name in step.encoded:
+            held[name].encoded = True
+        paths = {name: self._path(parents) for name, parents in step.trees.items()}
+        if not paths:
+            return
+        moves = self.builder.keep_paths(paths)
+        for (group, _), cache in self.caches.items():
+            if group == "cross":
+                continue
+            self.backends[group].move_slots([cache], moves[group])
+        for name, path in paths.items():
+            request = held[name]
+            base = request.computed - step.counts[name]
+            kept = [*range(base + 1), *(base + 1 + draft for draft in path)]
+            for key, written in request.written.items():
+                if key[0] != "cross":
+                    request.written[key] = written[0][kept], written[1][kept]
+            request.computed = len(kept)
+
+    def _path(self, parents: list[int]) -> list[int]:
+        """Drafts from the root on, each the child of the one before."""
+        path, at = [], -1
+        while (after := [draft for draft, parent in enumerate(parents) if parent == at]) and self.draw.random() < 0.7:
+            at = self.draw.choice(after)
+            path.append(at)
+        return path

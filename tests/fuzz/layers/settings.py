@@ -1,0 +1,142 @@
+"""What a program of ``fuzz.layers`` runs over: sizes, groups and layers, drawn from what a backend has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from attncore import KVCacheGroup
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a backend under test takes; each program draws one of each."""
+
+    head_sizes: tuple[int, ...] = (8, 16, 24)
+    value_sizes: tuple[int, ...] = ()
+    """Sizes of a value head other than of a key head."""
+    block_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16)
+    cache_dtypes: tuple[str, ...] = ("auto",)
+    latent: bool = False
+    tolerance: float = 2e-4
+    model_len: int = 40
+    windows: tuple[int, ...] = (1, 3, 5, 9)
+
+
+class Layer(NamedTuple):
+    """A layer of ``group``, over the cache of this number among the group's."""
+
+    group: str
+    cache: int
+    writes: bool
+    """Whether it has keys of its own; else it reads those of the cache's first layer."""
+    features: dict[str, Any]
+
+
+@dataclass
+class Settings:
+    sizes: Sizes
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    latent: bool
+    block_size: int
+    layout: str
+    cache_dtype: str
+    groups: list[KVCacheGroup] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+    threshold: int = 1
+    trees: bool = False
+    spans: bool = False
+    transport: str = "auto"
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each group, of its own size."""
+        return -(-self.sizes.model_len // self.block_size) * MAX_REQS + 8
+
+    @property
+    def decoders(self) -> list[KVCacheGroup]:
+        return [group for group in self.groups if not group.cross]
+
+
+MAX_REQS, MAX_ENCODER = 5, 12
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A backend under test."""
+
+    make: Callable[[Settings], Any]
+    features: frozenset[str]
+    cuda_graph: str
+    sizes: Sizes
+    on_device: bool = False
+    """Whether steps are sent as to a device always, also without a copy on a CPU."""
+    finite: bool = False
+    """Whether a cache's slots that are nobody's hold numbers, and not NaN."""
+
+
+def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
+    """Sizes alone; ``draw_groups`` and ``draw_layers`` need the backend that is made of them."""
+    latent = sizes.latent and draw.random() < 0.2
+    heads, kv_heads = (4, 1) if latent else draw.choice([(4, 2), (4, 4), (4, 1), (2, 2), (6, 2)])
+    head_size = draw.choice(sizes.head_sizes)
+    smaller = draw.random() < 0.3 and [size for size in sizes.value_sizes if not latent or size < head_size]
+    return Settings(
+        sizes, heads, kv_heads, head_size, draw.choice(smaller) if smaller else head_size, latent,
+        draw.choice(sizes.block_sizes), draw.choice(["NHD", "HND"]), draw.choice(sizes.cache_dtypes),
+    )  # fmt: skip
+
+
+def draw_groups(draw: random.Random, settings: Settings, features: frozenset[str]) -> None:
+    """One or two decoder groups, of windows and of blocks larger than the kernel's, and one of an encoder's keys."""
+    size, windows = settings.block_size, settings.sizes.windows
+    has_windows = "sliding_window" in features
+    for number in range(draw.choice([1, 1, 2])):
+        window = draw.choice(windows) if has_windows and draw.random() < 0.35 else None
+        each = draw.choice([1, 1, 1, 2, 3])
+        settings.groups.append(
+            KVCacheGroup(
+                f"g{number}", each * size, kernel_block_size=size, sliding_window=window, num_blocks=settings.num_blocks
+            )
+        )
+    if "encoder_decoder" in features and not settings.latent and draw.random() < 0.25:
+        settings.groups.append(KVCacheGroup("cross", size, cross=True, num_blocks=settings.num_blocks))
+    settings.trees = "tree_mask" in features and draw.random() < 0.3
+    settings.spans = "bidirectional_spans" in features and not settings.trees and draw.random() < 0.3
+    drafts = "multi_token_decode" in features and draw.random() < 0.5
+    settings.threshold = draw.choice([3, 5]) if settings.trees else draw.choice([2, 3]) if drafts else 1
+    settings.transport = draw.choice(["auto", "auto", "copy"])
+
+
+def draw_layers(draw: random.Random, settings: Settings, features: frozenset[str]) -> None:
+    for group in settings.groups:
+        for cache in range(1 if group.cross else draw.choice([1, 1, 2])):
+            for writes in (True, False)[: 1 if group.cross else draw.choice([1, 1, 2])]:
+                of_layer = _features(draw, settings, group, features, writes)
+                settings.layers.append(Layer(group.name, cache, writes, of_layer))
+
+
+def _features(
+    draw: random.Random, settings: Settings, group: KVCacheGroup, features: frozenset[str], writes: bool
+) -> dict[str, Any]:
+    """``scale`` and what else a layer may have; a layer of a group with a window has no longer one."""
+    found: dict[str, Any] = {"scale": draw.choice([settings.head_size**-0.5, 0.11, 0.5])}
+    heads = range(settings.heads)
+    if group.cross:
+        found["attn_type"] = "encoder_decoder"
+    elif group.sliding_window is not None:
+        found["sliding_window"] = draw.choice([group.sliding_window, group.sliding_window, 1])
+    elif "sliding_window" in features and draw.random() < (0.2 if writes else 0.5):
+        found["sliding_window"] = draw.choice(settings.sizes.windows)
+    if "alibi" in features and not group.cross and draw.random() < 0.2:
+        found["alibi_slopes"] = [draw.choice([0.1, 0.03, 0.5]) for _ in heads]
+    if "logits_soft_cap" in features and draw.random() < 0.2:
+        found["logits_soft_cap"] = draw.choice([1.0, 5.0, 20.0])
+    if "sinks" in features and draw.random() < 0.3:
+        found["sinks"] = [draw.choice([-1.5, 0.0, 0.5, 3.0]) for _ in heads]
+    return found

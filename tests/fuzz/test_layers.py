@@ -1,0 +1,77 @@
+"""What layers compute over random steps, however a step is handed over: dense float64 attention.
+
+Each program draws a backend's sizes, groups of layers, caches of any form, requests that come and go, and then steps:
+whole, in views of views, slices, cuts, from another process, adopted, in chunks of local attention, padded for captured
+sizes, with drafts, trees, spans and encoders, by every method of a layer.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz.budget import examples
+from fuzz.layers import backends
+from fuzz.layers.program import Program
+from hypothesis import given
+from hypothesis import strategies as st
+
+STEPS = 10
+TESTS = Path(__file__).parents[1]
+seeds = st.integers(0, 2**32 - 1)
+
+
+def run(seed, tested):
+    program = Program(random.Random(seed), tested)
+    for _ in range(STEPS):
+        program.step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["selected", "by hand"])
+@examples(15)
+@given(seed=seeds)
+def test_reference(by_hand, seed):
+    run(seed, backends.reference(by_hand=by_hand))
+
+
+@pytest.fixture
+def patch(tmp_path):
+    """For a plugin's stand-in; what was found on this machine is not read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        yield patch
+
+
+@pytest.mark.parametrize("generation", ["2", "3", "3_vllm", "4"])
+@examples(5)
+@given(seed=seeds)
+def test_flash(patch, generation, seed):
+    run(seed, backends.flash(generation, patch))
+
+
+@examples(12)
+@given(seed=seeds)
+def test_flashinfer(seed):
+    run(seed, backends.flashinfer())
+
+
+@pytest.mark.parametrize("variant", ["ck", "aiter", "aiter_paged"])
+@examples(6)
+@given(seed=seeds)
+def test_rocm(patch, variant, seed):
+    run(seed, backends.rocm(variant, patch))
+
+
+@pytest.mark.parametrize(("kernel", "count"), [("sdpa", 3), ("triton", 1)])
+@examples(1)
+@given(seed=seeds)
+def test_rocm_in_a_process_of_its_own(tmp_path, kernel, count, seed):
+    """Triton's interpreter has to be asked for before Triton is imported."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
+    variables |= {"ATTNCORE_ROCM_DEV_DEVICE": "cpu", "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    variables |= {"PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-m", "fuzz.layers", kernel, str(seed), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, cwd=TESTS.parent)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
