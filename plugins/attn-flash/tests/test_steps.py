@@ -23,6 +23,7 @@ from attncore.builder import (
     SequenceGroup,
     context_chunk_metadata,
     context_chunks,
+    local_attention_metadata,
     new_tokens_metadata,
     slice_metadata,
 )
@@ -367,6 +368,33 @@ def test_a_rank_that_keeps_no_key_attends_over_none(generation: str) -> None:
     assert not output.any()
     assert lse.isinf().all()
     assert not cache.any()
+
+
+def test_slopes_over_chunks_of_local_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes count from the first key of the row, which is not the first one of the request."""
+    torch.manual_seed(0)
+    standin.install(monkeypatch, "2", standin.Generation2())
+    size, slopes = standin.BLOCK["2"], (0.5, 0.25, 0.125, 0.0625)
+    backend = standin.create("2")
+    impl, cache = backend.impl("layers.0", scale=0.25, alibi_slopes=slopes), backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=2 * size)
+    batch.add_request("a", [1, 2])
+    said = [torch.zeros(0, 2, 16)] * 2
+    for count in (size - 2, 5, 1):  # across the edge of a chunk, and a decode behind it
+        metadata = local_attention_metadata(builder.build({"a": count}), chunk_size=size, block_size=size)
+        backend.plan(metadata)
+        query, key, value = tensors(count)
+        output, lse = impl.forward_with_lse(query, key, value, cache, metadata)
+        said = [torch.cat((old, new.float())) for old, new in zip(said, (key, value), strict=True)]
+        for index in range(count):
+            place = len(said[0]) - count + index
+            keys, values = (part[place // size * size : place + 1] for part in said)
+            wanted = dense_attention(
+                query[index : index + 1].float(), keys, values, scale=0.25, alibi_slopes=slopes, return_lse=True
+            )
+            close(output[index : index + 1], wanted[0])
+            torch.testing.assert_close(lse[index : index + 1], wanted[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("with_lse", [False, True])

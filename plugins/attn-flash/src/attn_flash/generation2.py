@@ -104,10 +104,11 @@ class Layer:
         return lambda query, key, value: call(query.view(*rows, *query.shape[1:])).flatten(0, 1)
 
     def with_lse(
-        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], places: Any
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp (tokens, heads) of a segment, for ``tensors`` (query, key, value) as
-        ``bound``'s call takes them. ``positions``: the step's, read where the layer has slopes.
+        ``bound``'s call takes them. ``places``: of the step's tokens, where the key of each
+        stands among its row's; read where the layer has slopes.
         """
         call, query = self._call(segment, self.arguments(segment, True), caches), tensors[0]
         if segment.entry == "packed":
@@ -122,10 +123,10 @@ class Layer:
         else:
             lse, room = lse.transpose(0, 1), segment.max_seq_len
         if self._slopes is not None and self._causal and not 0 <= self._left < room:
-            # A causal layer's slopes count from the sequence's first token, not from the query (those of a window that
-            # is narrower than ``room`` do). The output is the same; the logarithm is too large by slope x position.
+            # A causal layer's slopes count from the row's first key, not from the query (those of a window that
+            # is narrower than ``room`` do). The output is the same; the logarithm is too large by slope x place.
             mine = lse if len(lse) == segment.stop - segment.start else lse[segment.tokens]
-            mine -= positions[segment.tokens].unsqueeze(1) * self._slopes
+            mine -= places[segment.tokens].unsqueeze(1) * self._slopes
         return output, lse
 
     def _call(

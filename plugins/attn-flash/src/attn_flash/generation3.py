@@ -155,7 +155,7 @@ class Layer:
         return self._call(segment, arguments, caches)
 
     def with_lse(
-        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], places: Any
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp (tokens, heads) of a segment."""
         output, lse = self._call(segment, self.arguments(segment, True), caches, OUTPUT_AND_LSE)(*tensors)

@@ -87,7 +87,7 @@ class Layer:
         return lambda query, key, value: call(query.view(*rows, *query.shape[1:]))[0].flatten(0, 1)
 
     def with_lse(
-        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], places: Any
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp (tokens, heads) of a segment."""
         call, query = self._call(segment, self.arguments(segment, True), caches), tensors[0]

@@ -217,8 +217,9 @@ class FlashImpl(AttentionImpl):
         query, key, value = plan.without_padding(tensors[0]), *tensors[1:]
         lse: Tensor | None = None
         if with_lse:
-            positions = metadata.positions if self.alibi_slopes is not None else None
-            found, lse = plan.attend_with_lse(self._layer, caches, (query, key, value), positions)
+            sloped = self.alibi_slopes is not None and self.attn_type is AttentionType.DECODER
+            places = _places_of_queries(metadata) if sloped else None
+            found, lse = plan.attend_with_lse(self._layer, caches, (query, key, value), places)
         else:
             found = plan.attend(plan.bound(self._layer, caches), query, key, value)
         if lent is not None and lengths is not None:
@@ -286,6 +287,15 @@ class FlashImpl(AttentionImpl):
     def _views_of(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """What keys and values are written to, and the layer's calls are bound to."""
         return self._flash.kv_cache_views(kv_cache)
+
+
+def _places_of_queries(metadata: AttentionMetadata) -> Tensor:
+    """int32[T]: where each token's own key stands among its row's. That is no position where a row begins within its
+    request, as those of chunked local attention do.
+    """
+    rows, starts = metadata.token_to_req_indices, metadata.query_start_loc
+    ends = starts[(rows + 1).clamp(max=len(starts) - 1)]  # padded rows of the list builder have no start of their own
+    return metadata.seq_lens[rows] - ends + torch.arange(len(rows), dtype=torch.int32, device=rows.device)
 
 
 def _finder(kv_cache: Any) -> Callable[[], Any]:

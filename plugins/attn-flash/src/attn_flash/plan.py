@@ -85,20 +85,20 @@ class StepPlan:
         return output
 
     def attend_with_lse(
-        self, layer: Layer, caches: Caches, tensors: tuple[Tensor, Any, Any], positions: Any
+        self, layer: Layer, caches: Caches, tensors: tuple[Tensor, Any, Any], places: Any
     ) -> tuple[Tensor, Tensor]:
         """``attend``, and the log-sum-exp (tokens, heads); ``tensors`` are query, key and value."""
         query, key, value = tensors
         if self.single:
-            return layer.with_lse(self.segments[0], caches, tensors, positions)
+            return layer.with_lse(self.segments[0], caches, tensors, places)
         output: Tensor | None = None
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         for segment in self.segments:
             mine = segment.tokens
             if segment.entry == "decode":
-                found, found_lse = layer.with_lse(segment, caches, (query[mine], key, value), positions)
+                found, found_lse = layer.with_lse(segment, caches, (query[mine], key, value), places)
             else:
-                found, found_lse = layer.with_lse(segment, caches, tensors, positions)
+                found, found_lse = layer.with_lse(segment, caches, tensors, places)
                 found, found_lse = found[mine], found_lse[mine]
             if output is None:
                 output = found.new_empty((len(query), *found.shape[1:]))

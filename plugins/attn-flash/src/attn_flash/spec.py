@@ -169,7 +169,7 @@ def make_spec() -> BackendSpec:
         device_needs={
             "slot_mapping", "block_table", "query_start_loc", "seq_lens", "seq_start_loc", "cross_slot_mapping",
             "cross_block_table", "encoder_seq_lens", "encoder_query_start_loc", "encoder_seq_start_loc",
-            "positions", "token_to_req_indices",  # slopes over keys of this step
+            "token_to_req_indices",  # the log-sum-exp of slopes, and rows that are lent a key
         },
         host_lengths="bounded",
         requires=("torch>=2.6",),
