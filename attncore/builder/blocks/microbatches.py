@@ -203,7 +203,8 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     view.max_query_len = int(own.query_lens.max(initial=0))
     if before and hasattr(host, "encoder_query_lens"):
         host.encoder_query_lens = own.encoder_query_lens.copy()
-        host.cross_slot_mapping = own.cross_slot_mapping[own.encoder_query_lens[0] :]
+        if (slots := own_array(host, "cross_slot_mapping")) is not None:
+            host.cross_slot_mapping = slots[own.encoder_query_lens[0] :]
         own.encoder_query_lens[0] = 0
         host.encoder_query_start_loc = host_functions.build_query_start_loc(own.encoder_query_lens)
     if fewer_keys and has_pages:
@@ -244,8 +245,10 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int, 
 
 
 def _cut_pages(host: Any, after: int, block_size: int) -> None:
-    """Shortens the page lists of a view whose last request was cut by ``after`` tokens."""
-    length, indptr, last_page_len = int(host.seq_lens[-1]), host.paged_kv_indptr.copy(), host.paged_kv_last_page_len
+    """Shortens the page lists of a view whose last request was cut by ``after`` tokens. A step from another rank may
+    have some of them alone.
+    """
+    length, indptr = int(host.seq_lens[-1]), host.paged_kv_indptr.copy()
     column = (length - 1) // block_size
     held = int(indptr[-1] - indptr[-2])
     whole = length + after
@@ -256,6 +259,9 @@ def _cut_pages(host: Any, after: int, block_size: int) -> None:
             "the block size of the step's page lists"
         )
     indptr[-1] = indptr[-2] + column + 1
-    host.paged_kv_indptr, host.paged_kv_last_page_len = indptr, last_page_len.copy()
-    own_arrays(host).paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
-    host.paged_kv_indices = own_array(host, "paged_kv_indices")[: indptr[-1]]
+    host.paged_kv_indptr = indptr
+    if (last_page_len := own_array(host, "paged_kv_last_page_len")) is not None:
+        host.paged_kv_last_page_len = last_page_len.copy()
+        own_arrays(host).paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
+    if (indices := own_array(host, "paged_kv_indices")) is not None:
+        host.paged_kv_indices = indices[: indptr[-1]]

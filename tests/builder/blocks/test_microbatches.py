@@ -14,9 +14,11 @@ from attncore.builder import (
     BatchSlice,
     CommonMetadataBuilder,
     InputBatch,
+    KVCacheGroup,
     MetadataBuilder,
     Sequence,
     SequenceGroup,
+    metadata_from_fields,
     slice_by_requests,
     slice_by_tokens,
     slice_metadata,
@@ -26,6 +28,7 @@ from attncore.reference import ReferenceBackend
 SPAN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens",
                "logits_indices", "query_start_loc", "seq_start_loc", "paged_kv_indptr",
                "paged_kv_indices", "paged_kv_last_page_len")  # fmt: skip
+PAGE_FIELDS = ("paged_kv_indices", "paged_kv_last_page_len")
 BLOCK = 4
 
 
@@ -134,6 +137,34 @@ def test_every_field_of_a_slice_is_that_of_a_batch_of_its_own(rows, data, by_tok
             assert view.prefill_metadata.query_start_loc.tolist() == oracles.sums(q for _, q in prefills)
             assert view.decode_metadata.seq_lens.tolist() == decodes
     assert before == {name: getattr(metadata, name).tobytes() for name in SPAN_FIELDS}
+
+
+@pytest.mark.parametrize("skipped", [(), ("paged_kv_indices",), ("paged_kv_last_page_len",), PAGE_FIELDS])
+def test_a_step_that_came_with_some_of_its_page_lists_is_cut(skipped):
+    """What a rank did not send, a slice has not either."""
+    metadata, held = step([(6, 1), (5, 11), (0, 8)])
+    arrived = metadata_from_fields(metadata.asdict_zerocopy(skip_fields=set(skipped)))
+    for part in slice_by_tokens(metadata.query_lens, 3):
+        view = slice_metadata(arrived, part, block_size=BLOCK)
+        expected = oracles.persistent_step(rows_of_slice(held, part), BLOCK)
+        for name in set(SPAN_FIELDS) - set(skipped):
+            assert getattr(view, name).tolist() == expected[name], name
+        for name in skipped:
+            with pytest.raises(AttributeError, match=name):
+                getattr(view, name)
+
+
+def test_a_step_that_came_without_slots_of_encoder_tokens_is_cut():
+    batch = InputBatch(
+        max_num_reqs=2, max_model_len=64, max_encoder_len=16,
+        groups=[KVCacheGroup("decoder", BLOCK), KVCacheGroup("encoder", BLOCK, cross=True)],
+    )  # fmt: skip
+    batch.add_request("a", {"decoder": [1, 2, 3], "encoder": [4]}, encoder_seq_len=3)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=64).build({"a": 9})
+    arrived = metadata_from_fields(metadata.asdict_zerocopy(skip_fields={"cross_slot_mapping"}))
+    views = [slice_metadata(arrived, part, block_size=BLOCK) for part in slice_by_tokens(metadata.query_lens, 2)]
+    assert [view.query_lens.tolist() for view in views] == [[4], [5]]
+    assert [view.encoder_query_lens.tolist() for view in views] == [[3], [0]]
 
 
 def test_slices_run_in_order_give_what_the_batch_gives():
