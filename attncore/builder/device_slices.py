@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length, Rebase
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, is_on_device, step_of
 from attncore.builder.read_only import read_only
 from attncore.builder.slices import rebased
 from attncore.errors import AttncoreError
@@ -34,11 +34,13 @@ class DeviceView(CommonAttentionMetadata):
 
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes.
-            if name in ARRAYS and name not in DERIVED:
+            if name in ARRAYS:
                 if name == "span_ends" and getattr(self.host, name) is None:
                     return None
-                part = self._slice(name)
-                value = self.__dict__[name] = read_only(part) if isinstance(part, np.ndarray) else part
+                part = self._derived(name) if name in DERIVED else self._slice(name)
+                value = read_only(part) if isinstance(part, np.ndarray) else part
+                if is_on_device(step_of(self)):  # else it may be made of the last step's numbers: a plan has asked
+                    self.__dict__[name] = value
                 return value
             return super().__getattr__(name)
 

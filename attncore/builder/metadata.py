@@ -357,6 +357,11 @@ def step_of(metadata: Any) -> Any:
     return metadata if taken_of is None else taken_of[0]
 
 
+def is_on_device(step: Any) -> bool:
+    """Whether the device has the fields of a step: not yet while it is planned, or filled by an engine."""
+    return getattr(step, "_is_on_device", True)
+
+
 def check_metadata(name: str, metadata: Any) -> None:
     """TypeError where ``metadata`` is none."""
     if not isinstance(metadata, CommonAttentionMetadata):

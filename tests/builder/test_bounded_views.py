@@ -8,7 +8,14 @@ import torch
 from builder.adopted.adopted_engine import as_on_a_device
 
 from attncore import AdoptedSteps, InputBatch, MetadataBuilder, select
-from attncore.builder import BatchSlice, ContextParallel, local_attention_metadata, slice_metadata
+from attncore.builder import (
+    BatchSlice,
+    ContextParallel,
+    context_chunk_metadata,
+    context_chunks,
+    local_attention_metadata,
+    slice_metadata,
+)
 from attncore.errors import AttncoreError
 from attncore.reference import ReferenceBackend
 
@@ -168,12 +175,19 @@ def test_the_first_rows_of_a_step_whose_lengths_the_host_has_not():
             slice_metadata(one, BatchSlice(0, 1, 0, 1))
 
 
+def chunk_of(prefills):
+    """Their contexts' first chunk, whose keys are counted on the host."""
+    chunks = context_chunks(prefills.host.block_table, prefills.host.context_lens, 16, workspace_tokens=64)
+    return context_chunk_metadata(prefills, chunks, 0)
+
+
 @pytest.mark.parametrize(
     "call",
     [
         lambda step: local_attention_metadata(step, 32, 16),
         lambda step: ContextParallel(2, 0, 8).metadata(step),
         lambda step: ContextParallel(2, 0, 8).metadata(step.prefill_metadata),
+        lambda step: chunk_of(step.prefill_metadata),
     ],
 )
 def test_what_is_made_of_the_hosts_lengths_is_refused(kernels, call):

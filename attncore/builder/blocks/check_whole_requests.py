@@ -13,8 +13,7 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
     It refuses a step padded for a graph, with draft trees or spans, of a cross group, of one rank, with lengths that a
     window has capped, or whose lengths the device alone knows.
     """
-    if (lengths := metadata.host_lengths) != "exact":
-        raise ValueError(f"metadata: the host's lengths of this step are {lengths}, not exact; {why}")
+    check_exact_lengths(metadata, why)
     host = metadata.host
     if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):
         raise ValueError(f"metadata: padded for a graph; take its batch without padding ({why})")
@@ -31,6 +30,14 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
         raise ValueError(
             f"metadata: row {row} has a length capped by a sliding window, or that of one rank of several; {why}"
         )
+
+
+def check_exact_lengths(metadata: CommonAttentionMetadata, why: str) -> None:
+    """ValueError unless the host knows the lengths of a step, or of the one that a view was taken of; ``why`` says what
+    needs them.
+    """
+    if (lengths := metadata.host_lengths) != "exact":
+        raise ValueError(f"metadata: the host's lengths of this step are {lengths}, not exact; {why}")
 
 
 def holds_trees(metadata: CommonAttentionMetadata) -> bool:

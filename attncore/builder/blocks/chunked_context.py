@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
+from attncore.builder.blocks.check_whole_requests import check_exact_lengths
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
@@ -128,9 +129,10 @@ def context_chunk_metadata(
 
     ``metadata`` holds the prefills that ``chunks`` was made of (``metadata.prefill_metadata``). The
     layer attends to them without a mask and writes nothing: its slots are -1, and its ``kv_cache`` may be None.
-    ``backend`` wraps the arrays (None: as the batch's).
+    ``backend`` wraps the arrays (None: as the batch's). Refused for a step whose lengths the device alone knows.
     """
     check_metadata("metadata", metadata)
+    check_exact_lengths(metadata, "chunks of contexts hold the keys of rejected tokens otherwise")
     if not isinstance(chunks, ContextChunks):
         raise TypeError(f"chunks: {type(chunks).__name__} found; give what context_chunks returned")
     index = arguments.integer("index", index, 0)

@@ -21,6 +21,9 @@ _SOURCES = (("seq_lens", 1, 0), ("context_lens", 1, 1), ("positions", 2, 1))
 _STEP_FIELDS = ("context_lens", "seq_lens", "seq_start_loc", "positions")
 """In the order of the kernel's arguments (``device.triton_ahead``), behind the source of lengths."""
 
+ADVANCED = frozenset((*_STEP_FIELDS, "slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len"))
+"""What changes from one step ahead to the next; all else is as the first step was sent."""
+
 
 class Places(NamedTuple):
     """Where the kernel finds a step's fields: tensors on the device."""

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from attncore import graphs
-from attncore.builder.device.ahead import Ahead
+from attncore.builder.device.ahead import ADVANCED, Ahead
 from attncore.builder.device.arena import HEADER_NBYTES, JOURNAL_ENTRY_NBYTES
 from attncore.builder.device.corrections import Corrections
 from attncore.builder.device.memory import Readers, device_bytes, pinned_bytes
 from attncore.builder.device.tables import DeviceTables
+from attncore.errors import AttncoreError
 from attncore.kernels.codes import HEADER_COUNTS, HEADER_RUNNING, RECEIPT_AHEAD, RECEIPT_WORDS
 
 if TYPE_CHECKING:
@@ -271,9 +272,17 @@ class CopyTransport:
 
         The field of the last step, which was sent without it, is sent now; while a stream is capturing it comes with
         the next step. An older step's is not sent, for the place is the last one's by now; a ``padded`` one's is the
-        place that its graph reads nevertheless.
+        place that its graph reads nevertheless. AttncoreError for a field that steps ahead have moved on: what it holds
+        is not known by then.
         """
         last, shape = self._sender.last, self._sender.last_shape
+        if self._is_ahead(step):
+            last = step
+            if name in ADVANCED and not self.is_capturing():
+                raise AttncoreError(
+                    f"metadata: {name} was not sent with step {step}, and the device is steps ahead of it; read it "
+                    "before they are replayed, such as in the warm-up of the graph, or declare it (device_needs)"
+                )
         if step == last <= self.sent and not self.is_capturing():
             memory = self._ring.memory[step % self._ring.depth]
             for start, stop in self._ring.spans(shape.capacity, (name,)):  # of a copy: no event says when this was read

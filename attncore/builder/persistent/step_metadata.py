@@ -78,7 +78,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             if name.startswith("_"):  # asked of every object by copy, pickle and NumPy
                 raise AttributeError(name)
             if name in DERIVED:
-                if self.use_cuda_graph and self._device is not None:
+                if (self.use_cuda_graph and self._device is not None) or not self._is_on_device:
                     # A graph has to compute it, though a warm-up has read it; steps ahead have one number.
                     return self._derived(name)
                 return self.once_a_step(f"_{name}", lambda: self._derived(name))
@@ -209,6 +209,11 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             value = make()
             self.__dict__[key] = self._arena.step, value
         return value
+
+    @property
+    def _is_on_device(self) -> bool:
+        """Whether the step was sent; True where steps are read where they are built."""
+        return self._side is None or self._side.sent >= self._arena.step
 
     def read_alone(self, read: Callable[[], Any]) -> Any:
         """``read_alone`` of tables on the device."""

@@ -196,7 +196,7 @@ def _advanced(first: StepMetadata, steps: int, table: Any) -> CommonAttentionMet
             "changes"
         )
     found = {name: host.peek(name) for name in ARRAYS}  # type: ignore[attr-defined]
-    arrays = {name: np.array(array) for name, array in found.items() if array is not None}
+    arrays: dict[str, Any] = {name: np.array(array) for name, array in found.items() if array is not None}
     positions = arrays["positions"][:running] + steps
     arrays["positions"][:running] = arrays["context_lens"][:running] = positions
     if not cross:
@@ -209,6 +209,8 @@ def _advanced(first: StepMetadata, steps: int, table: Any) -> CommonAttentionMet
         arrays["paged_kv_indptr"][running + 1 :] = arrays["paged_kv_indptr"][running]
         arrays["paged_kv_last_page_len"][:running] = positions % size + 1
     arrays["paged_kv_indices"] = table.page_indices(arrays["paged_kv_indptr"])
+    if hasattr(host, "span_ends"):  # of a batch with spans: steps ahead stop ahead of them
+        arrays.setdefault("span_ends", None)
     values: dict[str, Any] = {name: getattr(first, name) for name in (*COUNTS, *ACTUAL_COUNTS)}
     longest = int(positions.max(initial=-1)) + 1
     values["max_decode_seq_len"] = max(values["max_decode_seq_len"], longest)

@@ -232,6 +232,8 @@ cdef class SentSteps:
         if shape.pads:
             sender.pending_shape, sender.pending = shape, step
         else:
+            if not sender.alone:  # a fill or a plan was the first to ask for a field
+                self.side._send_asked(step, shape.capacity)
             sender.publish(step)
             shape.replay()
             sender.note_sent(step, shape)

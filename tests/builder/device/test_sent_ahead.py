@@ -6,12 +6,14 @@ Random runs are in ``interpreted_ahead.py``.
 from pathlib import Path
 
 import pytest
+from builder.device import test_sent_fields as sent_fields
 from builder.device.ahead_engine import Calls
 from interrupted_calls import AtOpcode
 
 from attncore import InputBatch, MetadataBuilder
 from attncore.builder.persistent import assembly
 from attncore.builder.persistent.steps_ahead import StepsAhead
+from attncore.errors import AttncoreError
 from attncore.kernels import load_kernels
 
 torch = pytest.importorskip("torch")
@@ -32,15 +34,20 @@ def nodes(monkeypatch):
     )
 
 
-def two_requests(**options):
-    """Request a has 3 tokens and room for 5, b has 6 and room for 26; a graph of three rows."""
+def two_requests(seen=True, **options):
+    """Request a has 3 tokens and room for 5, b has 6 and room for 26; a graph of three rows. ``seen``: its warm-up
+    reads every field.
+    """
     batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=BLOCK)
     batch.add_request("a", [1, 2], 3)
     batch.add_request("b", range(3, 11), 6)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="graph", **options)
     calls = Calls(builder.capture(3))
-    calls.replay()
-    calls.take()
+    if seen:
+        calls.replay()
+        calls.take()
+    else:
+        calls.metadata.record()
     return batch, builder, calls
 
 
@@ -174,6 +181,30 @@ def test_a_replay_that_is_interrupted_is_not_launched_twice(done, launches):
         steps.replay(calls)
     found = [seen["decoder", "seq_lens"] for seen in calls.take()]
     assert found == [[4, 7, 0], [5, 8, 0], [6, 9, 0]]
+
+
+def test_a_field_that_is_first_asked_for_between_steps_ahead():
+    """One that all of them have is sent then; of one that moves on, the host knows what the first of them had alone."""
+    kept = "query_start_loc", "query_lens", "token_to_req_indices"
+    moved = "seq_lens", "context_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len"
+    _, builder, calls = two_requests(False, backend=sent_fields.backend("block_table"))
+    nodes_alone = Calls(calls.metadata)
+    nodes_alone.replay = calls.metadata.record
+    steps = builder.run_ahead(3, bucket=3)
+    steps.replay(nodes_alone)
+    assert steps.first.logits_indices.tolist() == [0, 1, 0]
+    steps.replay(nodes_alone)
+    for name in (*moved, "paged_kv_num_pages"):
+        with pytest.raises(AttncoreError, match=r"^metadata: \w+ was not sent with step 1, and the device is steps"):
+            getattr(steps.first, name)
+    for name in kept:
+        assert getattr(steps.first, name).tolist() == getattr(steps[1].host, name).tolist()
+    steps.replay(nodes_alone)
+    for name in kept:
+        assert getattr(steps.first, name).tolist() == getattr(steps[2].host, name).tolist()
+    metadata = builder.build()
+    for name in (*kept, *moved):
+        assert getattr(metadata, name).tolist() == getattr(metadata.host, name).tolist()
 
 
 def test_a_graph_of_fewer_or_no_steps_is_refused():

@@ -173,6 +173,37 @@ def test_a_plan_that_asks_ahead_gets_the_place_to_which_it_is_sent(kernels):
         assert metadata.kept["lens"].tolist() == metadata.host.query_lens.tolist()
 
 
+@pytest.mark.parametrize("field", [True, False], ids=["fill", "plan"])
+@pytest.mark.parametrize("name", sorted({*ASKED} - {"seq_lens"}))
+def test_what_a_plan_takes_of_a_view_is_made_again_for_layers(kernels, name, field):
+    """A view's numbers on the device are made of the step that is there: of the last one while the next is planned.
+    The view itself stays: a plan of its own may be kept with it.
+    """
+
+    def looks(metadata, out=None):
+        views = metadata.prefill_metadata, metadata.decode_metadata
+        for one in (metadata, *views):
+            _ = getattr(one, name).shape
+        for view in views if out is None else ():
+            view.kept["planned"] = metadata.step
+
+    class Planning(Backend):
+        def plan(self, metadata):
+            if not field:
+                looks(metadata)
+
+    given = backend("block_table", "paged_kv_indices") if field else backend("block_table", "paged_kv_indices", name)
+    builder = builder_of(Planning(given.config), kernels)
+    if field:
+        builder.register_field("own", np.int32, "request", looks)
+    for scheduled in ({"a": 2}, {"b": 3}, {"a": 3}):
+        metadata = builder.build(scheduled)
+        for one in (metadata, metadata.prefill_metadata, metadata.decode_metadata):
+            assert getattr(one, name).tolist() == getattr(one.host, name).tolist()
+        planned = {} if field else {"planned": metadata.step}
+        assert metadata.prefill_metadata.kept == metadata.decode_metadata.kept == planned
+
+
 def test_inside_a_capture_nothing_is_copied_and_the_next_step_has_it(sides):
     builder = builder_of(backend("block_table"))
     metadata, side = builder.build({"a": 2}), sides[0]

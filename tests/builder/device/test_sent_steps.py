@@ -134,6 +134,28 @@ def test_random_steps_are_those_of_the_longer_way(nodes, seed, plans):
     assert one.short == one.asked == 120
 
 
+@pytest.mark.parametrize("asker", ["fill", "plan"])
+def test_what_is_first_asked_for_while_a_step_is_built_is_sent_with_it(nodes, asker):
+    """Ahead of the nodes, as the longer way sends it; from then on no step is built in one call."""
+
+    class Asking(nodes.DummyPlan):
+        def plan(self, metadata):
+            if asker == "plan":
+                _ = metadata.query_lens.shape
+
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
+    builder = MetadataBuilder(batch, Asking("cpu", BLOCK), max_num_batched_tokens=64, transport="graph")
+    if asker == "fill":
+        builder.register_field("own", np.int32, "request", lambda metadata, out: metadata.query_lens.shape)
+    assert "query_lens" in builder._assembly.side.unsent
+    assert builder._sent_step is not None
+    batch.add_request("a", [1, 2], 3)
+    batch.add_request("b", [3, 4], 4)
+    for scheduled in ({"b": 3}, {}):
+        metadata = builder.build(scheduled)
+        assert metadata.query_lens.tolist() == metadata.host.query_lens.tolist()
+
+
 def filled(served, count=4):
     for i in range(count):
         served.batch.add_request(f"request {i}", [10 * i + k + 1 for k in range(5)], 6)
