@@ -160,7 +160,8 @@ class AdoptedStep(CommonAttentionMetadata):
                 raise no_such_field(type(self).__name__, name)
             elif name in DERIVED:
                 value = FIELDS[name].derive(self)
-                if self.use_cuda_graph:  # a graph computes it in each replay, though a warm-up has read it
+                # A graph computes it in each replay, though a warm-up has read it; a plan may have asked too early.
+                if self.use_cuda_graph or not self._is_on_device:
                     return value
             elif name == "seq_lens":
                 self.settle()
@@ -207,6 +208,11 @@ class AdoptedStep(CommonAttentionMetadata):
         if name in OF_ROWS or name in OF_TOKENS:
             return fields.other(name, given)
         return fields.page_buffer[: self._bound_of_pages()]
+
+    @property
+    def _is_on_device(self) -> bool:
+        """Whether what is made on the device for the step was made: not yet while it is planned."""
+        return bool(self._owner.last_step >= self.step)
 
     def defer(self, names: frozenset[str]) -> None:
         """The graph of its size makes ``names``, before it reads them."""

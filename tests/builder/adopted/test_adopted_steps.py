@@ -15,7 +15,7 @@ from builder.adopted.adopted_engine import (
 )
 from builder.plain_backend import Least, config
 
-from attncore import AdoptedSteps
+from attncore import AdoptedSteps, BackendSpec, MultipleOf
 from attncore.errors import AttncoreError
 
 
@@ -123,6 +123,33 @@ def test_what_was_asked_for_once_is_made_in_every_step(backend):
     tensors["seq_lens"][:] = int32(6, 10)
     steps.build(**tensors)
     assert [one.tolist() for one in kept] == [[0, 6, 16], [5, 9], [1, 2, 16, 17, 18]]
+
+
+def test_what_a_plan_takes_of_a_view_is_made_again_for_layers(kernels):
+    """What a view's numbers are made of is made behind the plan, where earlier steps were asked for it."""
+    names = "paged_kv_indptr", "paged_kv_num_pages", "seq_start_loc", "token_to_req_indices", "logits_indices"
+
+    class Planning(Least):
+        def plan(self, metadata):
+            for one in (metadata, metadata.decode_metadata, metadata.prefill_metadata):
+                for name in names:
+                    _ = getattr(one, name).shape
+
+    spec = BackendSpec(
+        name="least", api=1, factory="nowhere:Least", devices={"any": 0}, dtypes={"float32"}, head_sizes={8},
+        block_sizes=MultipleOf(1), device_needs={"paged_kv_indices"},
+    )  # fmt: skip
+    steps = steps_of(Planning(config(spec)), decode_threshold=2, kernels=kernels)
+    as_on_a_device(steps)
+    buffers = given([1, 2, 7, 3], [5, 9, 20, 8])
+    hosts = {f"host_{name}": buffers[name].clone() for name in ("query_start_loc", "seq_lens")}
+    for lengths in ([5, 9, 20, 8], [7, 30, 12, 8], [8, 2, 11, 40], [9, 3, 7, 33]):
+        for lens in (buffers["seq_lens"], hosts["host_seq_lens"]):
+            lens.copy_(int32(*lengths))
+        metadata = steps.build(**buffers, **hosts)
+        for one in (metadata, metadata.decode_metadata, metadata.prefill_metadata):
+            for name in names:
+                assert getattr(one, name).tolist() == getattr(one.host, name).tolist(), name
 
 
 def test_an_older_step_makes_nothing_new(backend):
