@@ -14,6 +14,7 @@ GET /health says which there are, and how many requests each has.
 from __future__ import annotations
 
 import argparse
+import errno
 import http.client
 import sys
 import threading
@@ -50,7 +51,9 @@ class Balancer:
         while (address := self._take()) is not None:
             try:
                 return asked(address, "POST", path, body)
-            except (OSError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException) as error:
+                if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # of this process: no replica is gone
+                    return 503, {"error": "too many requests at once for the files that may be open; ask again"}
                 with self._lock:
                     self._gone.add(address)
             finally:

@@ -170,10 +170,16 @@ class Handler(JsonHandler):
             return True
 
 
-def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """A thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = socket.SOMAXCONN  # of the 5 that Python has, the kernel resets connections of a crowd
+
+
+def listening(host: str, port: int, handler: type[JsonHandler], **shared: Any) -> Server:
     """A server whose handlers have ``shared`` as attributes; says where it listens. Port 0 is any that is free."""
-    server = ThreadingHTTPServer((host, port), type(handler.__name__, (handler,), shared))
-    server.daemon_threads = True
+    server = Server((host, port), type(handler.__name__, (handler,), shared))
     print(f"listening on {server.server_address[0]!s}:{server.server_address[1]}", flush=True)
     return server
 
@@ -208,4 +214,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(130)  # at an ordinary end of Python the engine's thread, inside of torch, would abort the process

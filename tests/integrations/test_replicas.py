@@ -1,7 +1,9 @@
 """examples/replicas.py over two processes of examples/serve.py: what one engine says; one that dies is dropped."""
 
+import errno
 import http.client
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -85,6 +87,43 @@ def test_two_replicas_say_what_one_engine_says_and_one_that_dies_is_dropped(tmp_
             503,
             {"error": "no replica answers; start one, and ask again"},
         )
+
+
+def test_a_crowd_waits_in_the_kernel_until_it_is_accepted():
+    """Connections of a crowd are made before the server has accepted one, and answered once it does."""
+    server = listening("127.0.0.1", 0, BalancedHandler, balancer=Balancer(["127.0.0.1:1"]))
+    with ExitStack() as stack:
+        stack.callback(server.server_close)
+        crowd = [stack.enter_context(socket.create_connection(server.server_address, timeout=5)) for _ in range(64)]
+        for client in crowd:
+            client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        assert [client.recv(15) for client in crowd] == [b"HTTP/1.1 200 OK"] * len(crowd)
+
+
+def test_an_interrupt_ends_a_replica_that_has_requests(tmp_path):
+    """Its engine is inside of torch then, in a thread that Python does not wait for."""
+    decoder("llama").save_pretrained(tmp_path)
+    with process("serve.py", str(tmp_path)) as (started, address), ThreadPoolExecutor(16) as pool:
+        for number in range(16):
+            pool.submit(post, address, prompt=[number + 3] * 40, max_new_tokens=80)
+        while not health(address)["running"]:
+            time.sleep(0.001)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(20) == 130
+
+
+def test_a_balancer_without_files_to_open_drops_no_replica(monkeypatch):
+    def fails(*_, **__):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("replicas.asked", fails)
+    balancer = Balancer(["127.0.0.1:8001"])
+    status, answer = balancer.send("/generate", b"")
+    assert status == 503
+    assert answer["error"].startswith("too many requests at once")
+    assert balancer.health() == {"replicas": {"127.0.0.1:8001": 0}, "dropped": []}
 
 
 @pytest.fixture
