@@ -15,6 +15,9 @@ HND = "self.backend.config.kv_cache_layout == 'HND'"
 FP8 = "'fp8' in self.backend.config.kv_cache_dtype"
 PAIR = "isinstance(kv_cache, tuple)"
 VALUES = "self.backend.config.head_size_v not in (None, self.backend.config.head_size)"
+ADOPTED = "type(getattr(metadata, 'builder', None)).__name__ == 'AdoptedSteps'"
+EACH_ITS_KEYS = "self.backend.config.num_heads == self.backend.config.num_kv_heads"
+SCALED = "isinstance(self.v_scale, torch.Tensor) or self.v_scale != 1"
 GRAPH = "self.attn_type == 'decoder' and metadata.use_cuda_graph"
 
 
@@ -278,6 +281,53 @@ return answer, -lse if {VALUES} else lse
     crossed("wrong_beyond_48_heads", "test_grouped_heads[64-8]", "64 heads over 8", negates("query.shape[1] > 48")),
     crossed(
         "adopted_steps_over_512_keys", "test_rows_in_the_order_of_an_engine", "differs",
-        negates(f"type(metadata.builder).__name__ == 'AdoptedSteps' and {LONG}"),
+        negates(f"{ADOPTED} and {LONG}"),
+    ),
+    crossed(
+        "no_features_of_adopted_steps", f"{METHODS}_in_a_dtype[bfloat16]",
+        "with dtype bfloat16 and adopted steps and all declared features", forgets(ADOPTED),
+    ),
+    crossed(
+        "no_sinks_of_adopted_steps_over_512_keys", f"{METHODS}_over_adopted_steps",
+        "with adopted steps and long contexts and all declared features", forgets(f"{ADOPTED} and {LONG}", "sinks"),
+    ),
+    crossed(
+        "adopted_steps_without_writing_in_layout_hnd", f"{METHODS}_in_a_layout[HND]",
+        "with layout HND and adopted steps", negates(f"{ADOPTED} and not write and {HND}"),
+    ),
+    crossed(
+        "no_features_with_a_key_head_for_each", f"{METHODS}_with_a_group_of_heads[4-4]",
+        "with 4 heads over 4 and all declared features", forgets(EACH_ITS_KEYS),
+    ),
+    crossed(
+        "long_contexts_over_one_key_head", f"{METHODS}_with_a_group_of_heads[4-1]",
+        "with 4 heads over 1 and long contexts", negates(f"self.backend.config.num_kv_heads == 1 and {LONG}"),
+    ),
+    crossed(
+        "no_cap_in_a_graph_with_a_key_head_for_each", f"{CAPTURED}_with_a_group_of_heads[4-4]",
+        "with 4 heads over 4 and all declared features", forgets(f"{GRAPH} and {EACH_ITS_KEYS}", "logits_soft_cap"),
+    ),
+    crossed(
+        "an_output_without_sinks", f"{METHODS}_in_a_dtype[float32]", "forward(..., output)",
+        forgets("output is not None", "sinks"),
+    ),
+    crossed(
+        "an_output_without_the_scale_of_values", "test_scales_of_an_fp8_cache[v_scale]", "forward(..., output)",
+        negates(f"output is not None and ({SCALED})"),
+    ),
+    crossed(
+        "an_output_of_steps_of_the_list_builder", "test_long_contexts_with_a_feature[sinks]", "forward(..., output)",
+        negates("output is not None and metadata.from_groups"),
+    ),
+    crossed(
+        "no_scales_beside_a_cap", "test_scales_beside_other_settings[kv_scales]",
+        "with scales and all declared features", negates(f"self.logits_soft_cap is not None and ({SCALED})"),
+    ),
+    crossed(
+        "no_scales_per_head_over_512_keys", "test_scales_beside_other_settings[kv_scales_per_head]",
+        "with scales and long contexts", negates(f"{LONG} and ({SCALED})"),
+    ),
+    crossed(
+        "no_scales_in_a_graph", "test_captured_sizes_of_a_scaled_cache", "differs", negates(f"{GRAPH} and ({SCALED})"),
     ),
 )  # fmt: skip

@@ -31,6 +31,7 @@ __all__ = [
     "test_captured_sizes_over_a_cache_dtype",
     "test_captured_sizes_over_a_pair_of_views",
     "test_captured_sizes_with_a_feature",
+    "test_captured_sizes_with_a_group_of_heads",
     "test_captured_sizes_with_a_value_head",
     "test_captured_sizes_with_features_without_writing",
 ]
@@ -107,6 +108,15 @@ def test_captured_sizes_with_a_value_head(attncore_subject: Subject) -> None:
     _run_both(attncore_subject, "a value head", head_size_v=value_head(attncore_subject))
 
 
+@covers("captured sizes")
+@pytest.mark.parametrize("num_kv_heads", [4, 1], ids=["4-4", "4-1"])
+def test_captured_sizes_with_a_group_of_heads(attncore_subject: Subject, num_kv_heads: int) -> None:
+    """The same where each head has a key head of its own, and where all have one."""
+    if attncore_subject.form.mla_only:
+        raise UnsupportedError("its spec says mla_only: all heads have one key head in every test")
+    _run_both(attncore_subject, f"4 heads over {num_kv_heads}", num_kv_heads=num_kv_heads)
+
+
 def _require_another(asked: str, base: str | None) -> None:
     if asked == base:
         raise UnsupportedError("other tests of captured sizes run with it")
@@ -122,7 +132,7 @@ def _some_of(backend: AttentionBackend) -> Collection[str]:
 
 def _run_both(subject: Subject, what: str, cache: Any = None, **changes: Any) -> None:
     require_captured(subject, 1)
-    backend = subject.backend(**HEADS, **changes)
+    backend = subject.backend(**{**HEADS, **changes})
     declared, given = features_of(backend), {} if cache is None else {"cache": cache}
     with named(what):
         _run(backend, given, given)

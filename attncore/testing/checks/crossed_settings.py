@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.engines.every_method_engine import EveryMethodEngine
+from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.engines.run_long_contexts import LONGEST, run_long_contexts
@@ -31,6 +31,8 @@ __all__ = [
     "test_every_method_in_a_layout",
     "test_every_method_over_a_cache_dtype",
     "test_every_method_over_a_pair_of_views",
+    "test_every_method_over_adopted_steps",
+    "test_every_method_with_a_group_of_heads",
     "test_every_method_with_a_value_head",
     "test_long_contexts_with_a_feature",
     "test_long_contexts_with_large_heads",
@@ -97,14 +99,39 @@ def test_every_method_with_a_value_head(attncore_subject: Subject) -> None:
     _run(attncore_subject, "a value head", head_size_v=value_head(attncore_subject))
 
 
+@covers("grouped heads")
+@pytest.mark.parametrize("num_kv_heads", [4, 1], ids=["4-4", "4-1"])
+def test_every_method_with_a_group_of_heads(attncore_subject: Subject, num_kv_heads: int) -> None:
+    """The same where each head has a key head of its own, and where all have one, of which libraries have kernels."""
+    if attncore_subject.form.mla_only:
+        raise UnsupportedError("its spec says mla_only: all heads have one key head in every test")
+    _run(attncore_subject, f"4 heads over {num_kv_heads}", num_kv_heads=num_kv_heads)
+
+
+@covers("adopted steps")
+def test_every_method_over_adopted_steps(attncore_subject: Subject) -> None:
+    """Long contexts in steps that are made of an engine's own tensors, without a feature and with all."""
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend(**HEADS)
+    with named("adopted steps", "long contexts"):
+        run_long_contexts(backend, make=EveryMethodAdoptingEngine)
+    if features := in_one_layer(features_of(backend), LONG_FEATURES):
+        with named("adopted steps", "long contexts and all declared features"):
+            run_long_contexts(backend, make=EveryMethodAdoptingEngine, **features)
+
+
 def _run(subject: Subject, what: str, cache: Any = None, *, long: bool = True, **changes: Any) -> None:
-    """Short steps with all features, then long ones without any and with all, for the base request with ``changes``."""
-    backend = subject.backend(**HEADS, **changes)
+    """Short steps with all features, adopted ones too, then long ones without any and with all, for the base request
+    with ``changes``.
+    """
+    backend = subject.backend(**{**HEADS, **changes})
     declared = features_of(backend)
     given: dict[str, Any] = {} if cache is None else {"cache": cache}
     with named(what, "all declared features"):
         features = in_one_layer(declared)
         run_around_a_block(subject, backend, make=EveryMethodEngine, **given, **features)
+    with named(what, "adopted steps and all declared features"):
+        run_around_a_block(subject, backend, make=EveryMethodAdoptingEngine, **given, **features)
     if not long or len(subject.form.phases) == 1:
         return
     with named(what, "long contexts"):

@@ -13,7 +13,7 @@ from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.captured_long_engine import SHORTER, CapturedLongEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.every_method_engine import EveryMethodEngine
+from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
 from attncore.testing.engines.moved_caches import check_copied_blocks, check_moved_slots, check_swapped_blocks
 from attncore.testing.engines.random_tensors import FP8
@@ -140,7 +140,8 @@ def test_latent_attention_in_a_dtype(attncore_subject: Subject, dtype: str) -> N
     require_declared(dtype, subject.form.dtypes)
     heads = min(MANY_HEADS, subject.form.max_group_size or MANY_HEADS)
     many = subject.backend(use_mla=True, dtype=dtype, num_heads=heads)
-    run_around_a_block(subject, many, make=EveryMethodEngine)
+    for make in (EveryMethodEngine, EveryMethodAdoptingEngine):
+        run_around_a_block(subject, many, make=make)
     if len(subject.form.phases) == 1:
         return
     backend = subject.backend(use_mla=True, dtype=dtype)
@@ -204,7 +205,7 @@ def test_latent_caches_in_fp8(attncore_subject: Subject, kind: str) -> None:
         backend = subject.backend(use_mla=True, kv_cache_dtype=dtype)
         scale = 4.0 if kind == "number" else torch.tensor([4.0])
         given = {"k_scale": scale, "v_scale": scale, "scale": backend.config.head_size**-0.5 / 4}
-        for make in (Engine, EveryMethodEngine):
+        for make in (Engine, EveryMethodEngine, EveryMethodAdoptingEngine):
             engine = make(backend, **given)
             run_batch(engine, subject.around_a_block(backend.config.block_size))
             run_decodes_alone(engine)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,16 +12,22 @@ from attncore.abstract import AttentionBackend
 from attncore.abstract.scales import HEADROOM
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.every_method_engine import EveryMethodEngine
+from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
+from attncore.testing.engines.given_caches import FORMS, MakeCache, allocated, pair_of_views
 from attncore.testing.engines.held_numbers import check_held_numbers
 from attncore.testing.engines.run_batches import run_batch, run_decodes_alone
+from attncore.testing.engines.run_long_contexts import SPREAD, run_long_contexts
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.crossed import features_of, named
+from attncore.testing.harness.declared_samples import in_one_layer
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_calculated_scales",
+    "test_captured_sizes_of_a_scaled_cache",
     "test_captured_sizes_see_scales_that_are_set",
+    "test_scales_beside_other_settings",
     "test_scales_of_an_fp8_cache",
     "test_scales_of_each_head",
     "test_scales_on_the_device",
@@ -31,6 +38,15 @@ LARGE = 1024.0
 OF_HEADS = {"k_scale": (1024.0, 256.0), "v_scale": (512.0, 2048.0)}
 """Of the two key/value heads of a request: another head's, and the other tensor's, are wrong by factors. Where a layer
 writes and reads by them, what the cache holds shows it."""
+
+
+class _Setting(NamedTuple):
+    """What scales are crossed with: in words, the backend, features of the layer, its cache."""
+
+    what: str
+    backend: AttentionBackend
+    features: dict[str, Any]
+    cache: MakeCache = allocated
 
 
 def _backend(subject: Subject, feature: str, **changes: Any) -> AttentionBackend:
@@ -80,16 +96,33 @@ def test_scales_of_each_head(attncore_subject: Subject) -> None:
     _run(attncore_subject, backend, **scales)
 
 
+@pytest.mark.parametrize("feature", ["kv_scales", "kv_scales_on_device", "kv_scales_per_head"])
+@covers("{feature}")
+def test_scales_beside_other_settings(attncore_subject: Subject, feature: str) -> None:
+    """All features in a layer, a pair of views, another layout, bfloat16, adopted steps, and longer contexts: where a
+    kernel may leave out a scale, or multiply what a cap has bounded.
+    """
+    for what, backend, features, cache in _settings(attncore_subject, feature):
+        given = {**_features(backend, **_scales(backend, feature)), **features, "cache": cache}
+        for make in (EveryMethodEngine, EveryMethodAdoptingEngine):
+            with named("scales", what):
+                engine = make(backend, **given)
+                run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+                run_decodes_alone(engine)
+    if len(attncore_subject.form.phases) > 1:
+        backend = _backend(attncore_subject, feature)
+        given = _features(backend, **_scales(backend, feature))
+        with named("scales", "long contexts"):
+            run_long_contexts(backend, **{**given, "scale": SPREAD * given["scale"]})
+
+
 @pytest.mark.parametrize("kind", ["numbers", "on_device", "per_head"])
 @covers("scales set later")
 def test_scales_set_after_the_layer_is_made(attncore_subject: Subject, kind: str) -> None:
     """``set_scales`` counts from the next step on: of a layer made without scales, and of one made with others."""
-    backend = _backend(attncore_subject, "kv_scales" if kind == "numbers" else f"kv_scales_{kind}")
-    wanted: dict[str, Any] = {"k_scale": LARGE, "v_scale": LARGE / 2}
-    if kind == "on_device":
-        wanted = {name: torch.tensor(number) for name, number in wanted.items()}
-    if kind == "per_head":
-        wanted = {name: _of_heads(backend, numbers) for name, numbers in OF_HEADS.items()}
+    feature = "kv_scales" if kind == "numbers" else f"kv_scales_{kind}"
+    backend = _backend(attncore_subject, feature)
+    wanted = _scales(backend, feature)
     features = _features(backend, **wanted)
     for before in ({}, {name: 2 * scale for name, scale in wanted.items()}):
         engine = Engine(backend, scale=features["scale"], **before)
@@ -126,6 +159,17 @@ def test_calculated_scales(attncore_subject: Subject) -> None:
     run_batch(engine, attncore_subject.around_a_block(config.block_size))
 
 
+@covers("kv_scales")
+def test_captured_sizes_of_a_scaled_cache(attncore_subject: Subject) -> None:
+    """Decodes that are captured with scales that are numbers."""
+    attncore_subject.require_graphs("prefill", "decode")
+    backend = _backend(attncore_subject, "kv_scales")
+    engine = CapturedEngine(backend, 1, **_features(backend, **_scales(backend, "kv_scales")))
+    for _ in range(8):
+        engine.change()
+        engine.replayed()
+
+
 @covers("kv_scales_on_device")
 def test_captured_sizes_see_scales_that_are_set(attncore_subject: Subject) -> None:
     """Decodes that were captured before ``set_scales`` are replayed with the scales that it set."""
@@ -140,6 +184,29 @@ def test_captured_sizes_see_scales_that_are_set(attncore_subject: Subject) -> No
     for _ in range(8):
         engine.change()
         engine.replayed()
+
+
+def _scales(backend: AttentionBackend, feature: str) -> dict[str, Any]:
+    """Other scales for keys than for values."""
+    if feature == "kv_scales_per_head":
+        return {name: _of_heads(backend, numbers) for name, numbers in OF_HEADS.items()}
+    scales = {"k_scale": LARGE, "v_scale": LARGE / 2}
+    return scales if feature == "kv_scales" else {name: torch.tensor(number) for name, number in scales.items()}
+
+
+def _settings(subject: Subject, feature: str) -> Iterator[_Setting]:
+    """The declared settings that scales are crossed with."""
+    base = _backend(subject, feature)
+    if features := in_one_layer(features_of(base)):
+        yield _Setting("all declared features", base, features)
+    yield _Setting("adopted steps", base, {})
+    if "strided_kv_cache" in features_of(base):
+        yield _Setting("a pair of views", base, {}, pair_of_views(next(iter(FORMS))))
+    for layout in subject.form.kv_cache_layouts:
+        if layout != base.config.kv_cache_layout:
+            yield _Setting(f"layout {layout}", _backend(subject, feature, kv_cache_layout=layout), {})
+    if "bfloat16" in subject.form.dtypes and base.config.dtype != "bfloat16":
+        yield _Setting("dtype bfloat16", _backend(subject, feature, dtype="bfloat16"), {})
 
 
 def _of_heads(backend: AttentionBackend, numbers: tuple[float, ...]) -> torch.Tensor:

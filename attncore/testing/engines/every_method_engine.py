@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attncore.testing.engines.adopting_builder import AdoptingEngine
+from attncore.testing.engines.compare import check_output
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.errors import ConformanceError, told
@@ -17,16 +19,18 @@ if TYPE_CHECKING:
     from attncore.builder import CommonAttentionMetadata
     from attncore.testing.engines.compare import StepRequest
 
+INTO = "forward(..., output)"
 READS = "forward(..., write=False)"
 LOGARITHMS = "forward_with_lse"
 
 
 class EveryMethodEngine(Engine):
     """Each step runs by ``forward``; ``write_cache`` then has to leave the cache that it left; ``forward`` with
-    ``write=False``, without key and value, and ``forward_with_lse``, where the spec declares ``lse``, with and without
-    writing, have to give the same numbers.
+    an ``output``, or with ``write=False``, without key and value, and ``forward_with_lse``, where the spec declares
+    ``lse``, with and without writing, have to give the same numbers.
 
-    ``fill`` and steps of the list builder, of which some rows bring keys that have no slot, run by ``forward`` alone.
+    Steps of the list builder, of which some rows bring keys that have no slot, run by ``forward`` alone, with and
+    without an ``output``; ``fill`` without.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -47,8 +51,12 @@ class EveryMethodEngine(Engine):
         """The output of ``forward``; the others' are kept for the comparison."""
         query, *new = tensors
         self._others, self._other_cache = {}, False
-        if self._filling or metadata.from_groups:
+        if self._filling:
             return super().forward((query, *new), metadata)
+        if metadata.from_groups:
+            output = super().forward((query, *new), metadata)
+            self._others[INTO] = self._into(output, query, new, metadata), None
+            return output
         before = self.cache_view.snapshot()
         output = super().forward((query, *new), metadata)
         wanted = self.cache_view.snapshot()
@@ -59,6 +67,8 @@ class EveryMethodEngine(Engine):
                 self.impl.write_cache(key, value, self.kv_cache, metadata)
         self._other_cache = not self._is(wanted)
         self.cache_view.restore(wanted)
+        self._others[INTO] = self._into(output, query, new, metadata), None
+        self._same(wanted, f"{INTO} left another cache than forward does")
         given = (self.kv_cache, metadata)
         with _named(READS):
             self._others[READS] = self.impl.forward(query, None, None, *given, write=False), None
@@ -89,6 +99,14 @@ class EveryMethodEngine(Engine):
             finally:
                 self.lse = None
 
+    def _into(self, found: Tensor, query: Tensor, new: list[Tensor], metadata: CommonAttentionMetadata) -> Tensor:
+        """What ``forward`` writes to an ``output`` that is given, of the shape of the one that it has ``found``."""
+        output = torch.full_like(found, torch.nan, memory_format=torch.contiguous_format)
+        key, value = new[0], None if self.config.use_mla else new[1]
+        with _named(INTO):
+            check_output(self.impl.forward(query, key, value, self.kv_cache, metadata, output), output)
+        return output
+
     def _is(self, wanted: list[Tensor]) -> bool:
         return all(map(torch.equal, self.cache_view.snapshot(), wanted))
 
@@ -99,6 +117,10 @@ class EveryMethodEngine(Engine):
 
 class EveryMethodCrossEngine(EveryMethodEngine, CrossEngine):
     """The same of a cross layer, whose keys are an encoder's."""
+
+
+class EveryMethodAdoptingEngine(EveryMethodEngine, AdoptingEngine):
+    """The same of steps that are made of an engine's own tensors."""
 
 
 @contextmanager

@@ -33,11 +33,11 @@ def with_strided_tensors(engine: AnyEngine, layout: str) -> AnyEngine:
     def attending(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def attend(
             query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Any, metadata: AttentionMetadata,
-            output: Tensor | None = None, *, write: bool = True,
+            asked: Tensor | None = None, *, write: bool = True,
         ) -> Any:  # fmt: skip
             nonlocal inside
             if inside:
-                return method(query, key, value, kv_cache, metadata, output, write=write)
+                return method(query, key, value, kv_cache, metadata, asked, write=write)
             parts, given = _strided({"query": query, "key": key, "value": value}, layout)
             blank = query.new_full((*query.shape[:2], config.head_size_v or config.head_size), BETWEEN)
             (output,) = fused(blank) if layout == "fused" else [gapped(blank)]
@@ -56,7 +56,7 @@ def with_strided_tensors(engine: AnyEngine, layout: str) -> AnyEngine:
                     f"{name} was given a strided output and returned another tensor: it ignores its argument output, "
                     "or that it is strided"
                 )
-            result = output.clone()
+            result = output.clone() if asked is None else asked.copy_(output)
             output.copy_(blank)
             if differs(whole.cpu(), before.cpu()):
                 raise ConformanceError(f"{name} wrote beside its strided output: it ignores the strides")
