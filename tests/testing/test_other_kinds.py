@@ -195,6 +195,28 @@ def test_cross_attention_through_page_lists(site):
     assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"
 
 
+SHORT = """
+def bounded(method):
+    def attend(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        if max(metadata.host.seq_lens, default=0) > 512:
+            raise RuntimeError("the kernel has no room for longer rows")
+        return method(self, query, key, value, kv_cache, metadata, output, write=write)
+    return attend
+
+Impl.forward, Impl.forward_with_lse = bounded(ReferenceImpl.forward), bounded(ReferenceImpl.forward_with_lse)
+"""
+
+
+def test_no_request_is_longer_than_the_spec_allows(site):
+    plant(site, "short", "max_model_len=512, features={'lse', 'sinks'}", SHORT)
+    asked = "decode or long_contexts or changing_lengths or in_a_dtype"
+    code, report = conformance("short", settings="EXAMPLES = 4\n", options=(*QUIET, "-k", asked))
+    assert (code, report.failures) == (0, [])
+    assert states(report)["decode"] == "supported"
+    rows = {row["capability"]: row for row in report.rows()}
+    assert rows["long contexts"]["reason"].startswith("its spec says max_model_len=512, and this test has a request of")
+
+
 OF_FEW_TOKENS = "end_of_the_pool or side_by_side or padded_tokens or order_of_an_engine or captured_sizes_over_changing"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncore.builder import InputBatch
 from attncore.show import counted
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 
 MAX_REQUESTS = 264
 MAX_BLOCKS = 4096  # of a request, where a cache has more
@@ -41,6 +41,8 @@ class Requests:
 
     with_spans = False
     """Whether requests may have spans."""
+    most_tokens: int | None = None
+    """The longest sequence that the backend's spec allows."""
 
     def __init__(self, num_blocks: int, block_size: int, random: np.random.Generator, no_tokens: History) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -56,6 +58,7 @@ class Requests:
 
     def add(self, name: Hashable, tokens: int, *, prefix_of: Hashable = None, prefix_blocks: int = 0) -> None:
         """Add a request with blocks for ``tokens`` tokens, the first ``prefix_blocks`` those of another request."""
+        self._require_length(tokens)
         shared = self.batch.block_ids(prefix_of)[:prefix_blocks] if prefix_blocks else []
         own = self.take_blocks(-(-tokens // self.block_size) - len(shared))
         for block in shared:
@@ -78,6 +81,7 @@ class Requests:
 
     def grow(self, name: Hashable, tokens: int = 1) -> None:
         """Give a request the blocks that its next ``tokens`` lack."""
+        self._require_length(self.context(name) + tokens)
         held = len(self.batch.block_ids(name))
         missing = -(-(self.context(name) + tokens) // self.block_size) - held
         if missing > 0:
@@ -101,6 +105,13 @@ class Requests:
         self.written[block] = self.written[old]
         self.give_back(old)
         self.batch.add_request(name, blocks, tokens)
+
+    def _require_length(self, tokens: int) -> None:
+        """UnsupportedError where a request of so many tokens is longer than the spec allows."""
+        if self.most_tokens is not None and tokens > self.most_tokens:
+            raise UnsupportedError(
+                f"its spec says max_model_len={self.most_tokens}, and this test has a request of {tokens} tokens"
+            )
 
     def context(self, name: Hashable) -> int:
         """The number of a request's computed tokens."""
