@@ -324,7 +324,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
             "from_groups": self.from_groups,
         }  # fmt: skip
         lengths = slices.own_array(host, "seq_lens") if encoder_counts else None
-        if lengths is not None and slices.own_array(host, "slot_mapping") is None:  # of a cross group
+        if lengths is not None and slices.is_cross(host):
             values_of_view["max_seq_len"] = int(lengths.max(initial=0))  # the encoder's, not the decoder's
         if maps := self.placeholder_maps:
             parts = {name: one.of_tokens(start, stop, first) for name, one in maps.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore.builder.fields import ENCODER_ARRAYS, OPTIONAL
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, is_cross
 
 
 def check_needed_fields(metadata: Any, backend: Any) -> None:
@@ -27,7 +27,7 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
             "choose a backend by a request with features={'bidirectional_spans'}"
         )
     has_encoder = bool(getattr(metadata, "num_encoder_tokens", 0))
-    crosses = hasattr(host, "cross_slot_mapping") and not hasattr(host, "slot_mapping")
+    crosses = is_cross(host)
     # What metadata makes of its host arrays is not made here: each field is a copy to the device.
     on_device = host if type(host) is HostArrays else metadata
     for needs, of in (("host_needs", host), ("device_needs", on_device)):

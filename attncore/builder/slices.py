@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.array_arguments import as_array
-from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
+from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Owner, Rebase, no_such_field
 from attncore.builder.read_only import kept, read_only
 from attncore.builder.show import host_text
 from attncore.show import guarded
@@ -19,6 +19,7 @@ _WITH_ENCODER = tuple(
     for name, field in FIELDS.items()
     if field.length is not Length.PAGE and not field.internal and field.derive is None
 )
+_CROSS = tuple(name for name, field in FIELDS.items() if field.owner is Owner.CROSS)
 _WITHOUT_ENCODER = tuple(sliced for sliced in _WITH_ENCODER if sliced[0] not in ENCODER_ARRAYS)
 
 
@@ -111,6 +112,13 @@ def _own_of(name: str, values: Any) -> Any:
 def own_array(host: Any, name: str) -> Any:
     """The array behind a field of ``metadata.host``, for a builder; None for a field that the step does not have."""
     return host._own(name)
+
+
+def is_cross(host: Any) -> bool:
+    """Whether the keys are an encoder's (a cross group), and not those of the step's tokens. The host of a step on a
+    device, and fields from another rank, may have no slots of these either.
+    """
+    return not hasattr(host, "slot_mapping") and any(hasattr(host, name) for name in _CROSS)
 
 
 def own_arrays(host: Any) -> Any:

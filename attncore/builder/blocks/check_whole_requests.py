@@ -5,20 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import is_cross
 
 
 def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
     """ValueError unless each request's keys are all its tokens up to its last; ``why`` says what needs them.
 
     It refuses a step padded for a graph, with draft trees or spans, of a cross group, of one rank, with lengths that a
-    window has capped, or whose lengths the device alone knows.
+    window has capped, or whose lengths, slots or table the device alone knows.
     """
     check_exact_lengths(metadata, why)
     host = metadata.host
     if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):
         raise ValueError(f"metadata: padded for a graph; take its batch without padding ({why})")
-    if not hasattr(host, "slot_mapping"):
+    if is_cross(host):
         raise ValueError(f"metadata: of a cross group, whose keys are an encoder's; take a decoder group's ({why})")
+    for name in ("slot_mapping", "block_table"):
+        if not hasattr(host, name):
+            raise ValueError(
+                f"metadata: no {name} on the host, as of an adopted step on a device; take a step that has it ({why})"
+            )
     if holds_trees(metadata):
         raise ValueError(f"metadata: it holds draft trees, whose tokens see some of those before them; {why}")
     if getattr(host, "span_ends", None) is not None:

@@ -11,7 +11,7 @@ from attncore import arguments, array_arguments
 from attncore.builder.blocks.check_whole_requests import first_partial, holds_trees
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
-from attncore.builder.slices import own_array, own_arrays
+from attncore.builder.slices import is_cross, own_array, own_arrays
 from attncore.kernels import host_functions
 from attncore.quoted import quoted
 from attncore.show import counted
@@ -170,23 +170,18 @@ def _check_cut(metadata: CommonAttentionMetadata, *cuts: int) -> None:
                 f"batch_slice: cuts a span ahead of token {cut}, whose tokens see each other; slice by requests, or "
                 "between spans"
             )
-    if metadata.of_rank or (_is_decoder(metadata.host) and first_partial(metadata) >= 0):
+    if metadata.of_rank or (not is_cross(metadata.host) and first_partial(metadata) >= 0):
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
             "and take the rank's of each slice"
         )
 
 
-def _is_decoder(host: Any) -> bool:
-    """Whether the keys are those of the step's tokens, and not an encoder's (a cross group)."""
-    return hasattr(host, "slot_mapping")
-
-
 def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
     """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last."""
     host: Any = view.host
     own = own_arrays(host)  # to write to, once they are copies
-    fewer_keys = after > 0 and _is_decoder(host)
+    fewer_keys = after > 0 and not is_cross(host)
     has_pages = hasattr(host, "paged_kv_indptr")
     if fewer_keys and has_pages and block_size is None:
         raise ValueError("block_size: needed to slice through a request, whose page list changes")
@@ -214,7 +209,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
 def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int, block_size: int) -> None:
     """The same for the fields on a device, from their values there: host lengths of an overlapped step are bounds."""
     host: Any = view.host
-    fewer_keys = after > 0 and _is_decoder(host)
+    fewer_keys = after > 0 and not is_cross(host)
     fields = {name: getattr(view, name).clone() for name in ("query_lens", "context_lens", "query_start_loc")}
     fields["query_lens"][0] -= before
     fields["query_lens"][-1] -= after

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from builder.adopted.adopted_engine import as_on_a_device
 from fuzz.layers.requests import Requests
 from fuzz.layers.settings import MAX_REQS, Settings
 
@@ -137,6 +138,8 @@ class Parts:
                     num_blocks=self.settings.num_blocks * each,
                     decode_threshold=self.settings.threshold,
                 )
+                if self.backends[group.name].name != "reference" and self.draw.random() < 0.5:  # it asks for host slots
+                    as_on_a_device(self.adopting[group.name])
             lengths = torch.tensor([span.stop for span in spans]).int()
             device = self.backends[group.name].config.device
             given = {
