@@ -115,10 +115,17 @@ def own_array(host: Any, name: str) -> Any:
 
 
 def is_cross(host: Any) -> bool:
-    """Whether the keys are an encoder's (a cross group), and not those of the step's tokens. The host of a step on a
-    device, and fields from another rank, may have no slots of these either.
+    """Whether the keys are an encoder's (a cross group), and not those of the step's tokens.
+
+    Without slots of these, which the host of a step on a device has not and who sent a step may have skipped, fields of
+    the cross group tell it, or lengths that are the encoder's.
     """
-    return not hasattr(host, "slot_mapping") and any(hasattr(host, name) for name in _CROSS)
+    if hasattr(host, "slot_mapping"):
+        return False
+    if any(hasattr(host, name) for name in _CROSS):
+        return True
+    encoder, lengths = (getattr(host, name, None) for name in ("encoder_seq_lens", "seq_lens"))
+    return encoder is not None and lengths is not None and np.array_equal(encoder, lengths)
 
 
 def own_arrays(host: Any) -> Any:

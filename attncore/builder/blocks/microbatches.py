@@ -182,7 +182,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host: Any = view.host
     own = own_arrays(host)  # to write to, once they are copies
     fewer_keys = after > 0 and not is_cross(host)
-    has_pages = hasattr(host, "paged_kv_indptr")
+    has_pages = any(own_array(host, name) is not None for name in ("paged_kv_indptr", "paged_kv_last_page_len"))
     if fewer_keys and has_pages and block_size is None:
         raise ValueError("block_size: needed to slice through a request, whose page list changes")
     for name in ("query_lens", "context_lens", "seq_lens"):
@@ -240,23 +240,21 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int, 
 
 
 def _cut_pages(host: Any, after: int, block_size: int) -> None:
-    """Shortens the page lists of a view whose last request was cut by ``after`` tokens. A step from another rank may
-    have some of them alone.
-    """
-    length, indptr = int(host.seq_lens[-1]), host.paged_kv_indptr.copy()
-    column = (length - 1) // block_size
-    held = int(indptr[-1] - indptr[-2])
-    whole = length + after
+    """Shortens the page lists of a view whose last request was cut by ``after`` tokens: those that were sent."""
+    length = int(host.seq_lens[-1])
+    if (last_page_len := own_array(host, "paged_kv_last_page_len")) is not None:
+        host.paged_kv_last_page_len = last_page_len.copy()
+        own_arrays(host).paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
+    if (indptr := own_array(host, "paged_kv_indptr")) is None:
+        return
+    held, whole = int(indptr[-1] - indptr[-2]), length + after
     if -(-whole // block_size) != held:
         raise ValueError(
             f"block_size: {block_size}, but the last request has {counted(whole, 'token')} in "
             f"{counted(held, 'page')}; give "
             "the block size of the step's page lists"
         )
-    indptr[-1] = indptr[-2] + column + 1
-    host.paged_kv_indptr = indptr
-    if (last_page_len := own_array(host, "paged_kv_last_page_len")) is not None:
-        host.paged_kv_last_page_len = last_page_len.copy()
-        own_arrays(host).paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
+    host.paged_kv_indptr = indptr = indptr.copy()
+    indptr[-1] = indptr[-2] + (length - 1) // block_size + 1
     if (indices := own_array(host, "paged_kv_indices")) is not None:
         host.paged_kv_indices = indices[: indptr[-1]]

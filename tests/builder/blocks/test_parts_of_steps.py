@@ -157,6 +157,29 @@ def test_what_is_one_ranks_already_is_refused_also_where_it_keeps_all_tokens_so_
     assert alone.metadata(part(step(context_parallel=alone))).slot_mapping.tolist() == [24, 25, 26]
 
 
+STARTS, INDICES, LAST = OF_PAGES = "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+
+
+@pytest.mark.parametrize(
+    "skipped", [(), ("slot_mapping",), (STARTS,), (INDICES,), (LAST,), (STARTS, INDICES), (INDICES, LAST)]
+)
+def test_a_slice_of_what_came_with_fields_skipped_has_the_others(skipped):
+    """A request is cut alike whatever its sender skipped: its keys are no encoder's because slots are missing."""
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    batch.add_request("a", [3, 1, 2], 2)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=64).build({"a": 7})
+    arrived = metadata_from_fields(metadata.asdict_zerocopy(set(skipped)))
+    names = ("seq_lens", "context_lens", "seq_start_loc", "logits_indices", "slot_mapping", *OF_PAGES)
+    for part in slice_by_tokens(metadata.query_lens, 2):
+        whole, piece = (slice_metadata(step, part, block_size=4) for step in (metadata, arrived))
+        assert piece.max_seq_len == whole.max_seq_len
+        gone = {*skipped, INDICES} if STARTS in skipped else {*skipped}  # where a row's pages begin is not known
+        for name in names:
+            assert hasattr(piece, name) == (name not in gone)
+            if name not in gone:
+                assert getattr(piece, name).tolist() == getattr(whole, name).tolist(), name
+
+
 def test_a_step_padded_to_a_captured_size_is_not_sliced():
     step = padded_step()
     for part in slice_by_requests(step.query_lens, 2):
