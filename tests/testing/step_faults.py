@@ -345,11 +345,22 @@ return answer
     Fault(
         "takes_no_more_tokens_than_the_metadata_has",
         "test_tokens_beyond_the_metadata",
-        "query: 5 rows",
+        "query: 9 rows",
         forward("""
 if len(query) > metadata.num_tokens:
     raise ValueError(f"query: {len(query)} rows")
 return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "values_of_padding_times_0",
+        "test_tokens_beyond_the_metadata",
+        "NaN",
+        forward("""
+answer = whole(query, key, value, kv_cache, metadata, output)
+if value is not None and not metadata.host.context_lens.any():
+    answer[: metadata.num_tokens] += 0.0 * value[metadata.num_tokens :].sum()
+return answer
 """),
     ),
     Fault(
@@ -370,7 +381,7 @@ return whole(query, key, value, kv_cache, metadata, output).div_(1 + metadata.ke
     Fault(
         "takes_no_more_tokens_without_writing",
         "test_tokens_beyond_the_metadata",
-        "query: 5 rows",
+        "query: 9 rows",
         forward("""
 if not write and len(query) > metadata.num_tokens:
     raise ValueError(f"query: {len(query)} rows")
@@ -380,7 +391,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "takes_no_more_tokens_with_the_log_sum_exp",
         "test_tokens_beyond_the_metadata",
-        "query: 5 rows",
+        "query: 9 rows",
         forward(
             """
 if len(query) > metadata.num_tokens:

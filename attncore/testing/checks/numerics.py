@@ -264,9 +264,16 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
 
 @covers("output")
 def test_tokens_beyond_the_metadata(attncore_subject: Subject) -> None:
-    """Tensors may have more tokens than the metadata, in every method: an engine pads them to a size of its own."""
+    """Tensors may have more tokens than the metadata, in every method: an engine pads them to a size of its own, with
+    anything. In steps of prompts, of chunks and of decodes."""
     for engine in by_every_method(attncore_subject):
-        for name, context in (("a", 5), ("b", 1)):
-            engine.add(name, context + 1)
-        engine.fill({"a": 5, "b": 1})
-        engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {}, extra=3)
+        for name, length in (("a", 6), ("b", 2), ("c", 9)):
+            engine.add(name, length)
+        if "prefill" in engine.phases:
+            engine.step({"a": 5, "b": 1}, extra=3)  # prompts alone, whose keys are all the step's own
+            engine.step({"c": 4}, extra=1)
+            engine.step({"c": 5}, extra=2)
+        else:
+            engine.fill({"a": 5, "b": 1})
+        if "decode" in engine.phases:
+            engine.step({"a": 1, "b": 1}, extra=3)

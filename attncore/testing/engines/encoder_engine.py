@@ -45,8 +45,7 @@ class EncoderEngine(Engine):
         ]
         metadata = planned(self.backend, builder.build(groups))
         query, key, value = self.drawn.query_key_value(sum(lengths) + extra)
-        if not self.finite_tail:  # where a kernel multiplies what stands behind the keys by 0
-            self.fill_padding((query, key, value), sum(lengths))
+        self.fill_padding((query, key, value), sum(lengths))
         expected: list[tuple[Tensor, Tensor]] = []
         requests: list[StepRequest] = []
         start = 0

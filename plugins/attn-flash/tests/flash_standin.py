@@ -15,6 +15,8 @@ import attncore
 from attncore import AttentionRequest, Host
 
 NAN = float("nan")
+TILE = 128
+"""Keys that a kernel loads at a time."""
 
 
 def attention(
@@ -61,6 +63,11 @@ def _starts(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and (tensor.dtype != torch.int32 or not tensor.is_contiguous()):
             raise RuntimeError("lengths and starts must be contiguous int32")
+
+
+def _tile(first: int, last: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Packed rows first:last as kernels of generations 3 and 4 load them, up to the end of a tile."""
+    return tuple(part[first : max(last, first + -(-(last - first) // TILE) * TILE)] for part in tensors)
 
 
 def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
@@ -263,7 +270,7 @@ class Generation3:
             mine = slice(starts[row], starts[row + 1])
             if page_table is None:
                 one, other = cu_seqlens_k[row : row + 2].tolist()
-                keys, values, length = k[one:other], v[one:other], other - one
+                keys, values, length = (*_tile(one, other, k, v), other - one)
                 if length > max_seqlen_k:
                     raise RuntimeError("longer than max_seqlen_k")
             else:
@@ -326,7 +333,7 @@ class Generation4:
             mine = slice(starts[row], starts[row + 1])
             if page_table is None:
                 one, other = cu_seqlens_k[row : row + 2].tolist()
-                keys, values, length = k[one:other], v[one:other], other - one
+                keys, values, length = (*_tile(one, other, k, v), other - one)
             else:
                 assert len(page_table) == rows, "page_table must have a row each"
                 length = int(seqused_k[row])

@@ -150,7 +150,7 @@ def test_partial_outputs_stay_within_the_workspace(library: standin.Generation3)
         library.library(), num_heads=128, cores=132, scale=1.0, sliding_window=None, logits_soft_cap=None,
         alibi_slopes=None, sinks=None, causal=True,
     )  # fmt: skip
-    segment = packed_segment(torch.zeros(1, dtype=torch.int32), 1, 1)
+    segment = packed_segment(torch.zeros(1, dtype=torch.int32), 1, 1, 1)
     for tokens, most in ((1, 0), (2, 128), (64, 4), (256, 1), (4096, 1)):
         assert layer._splits(segment._replace(stop=tokens, max_seq_len=32768)) == most
         partial_outputs = (most or 132) * tokens * 128 * VALUES * 4

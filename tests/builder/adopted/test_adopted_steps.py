@@ -16,6 +16,7 @@ from builder.adopted.adopted_engine import (
 from builder.plain_backend import Least, config
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
+from attncore.builder import ContextParallel, local_attention_metadata, slice_by_tokens, slice_metadata
 from attncore.errors import AttncoreError
 
 
@@ -226,3 +227,26 @@ def test_lengths_of_the_device_reach_no_other_memory(bounded):
 def test_a_long_table_is_read_as_far_as_a_request_may_reach(backend):
     metadata = steps_of(backend).build(**given([1, 1], [MODEL_LEN, 9], columns=40))
     assert metadata.paged_kv_indices.tolist() == [*range(1, 16), 41, 42, 43]
+
+
+def test_a_slice_of_a_step_on_a_device_cuts_the_keys_of_its_last_request():
+    """Its host has no slots, by which steps of a cross group were told, whose keys no slice cuts."""
+    step = given([1, 6], [9, 20])
+    hosts = {f"host_{name}": step[name].clone() for name in ("query_start_loc", "seq_lens")}
+    steps = steps_of(Least(config()))
+    as_on_a_device(steps)
+    metadata = steps.build(**step, **hosts)
+    first, second = slice_by_tokens(metadata.host.query_lens, 2)
+    with pytest.raises(ValueError, match=r"^block_size: needed to slice"):
+        slice_metadata(metadata, first)
+    pieces = [slice_metadata(metadata, one, block_size=BLOCK) for one in (first, second)]
+    assert [piece.seq_lens.tolist() for piece in pieces] == [[9, 16], [20]]
+    assert [piece.host.seq_lens.tolist() for piece in pieces] == [[9, 16], [20]]
+    assert [piece.query_start_loc.tolist() for piece in pieces] == [[0, 1, 3], [0, 4]]
+    assert [piece.max_seq_len for piece in pieces] == [16, 20]
+    for part in (
+        lambda: local_attention_metadata(metadata, 8, BLOCK),
+        lambda: ContextParallel(2, 0, 4).metadata(metadata),
+    ):
+        with pytest.raises(ValueError, match=r"^metadata: no slot_mapping on the host, as of an adopted step on a dev"):
+            part()

@@ -172,7 +172,7 @@ class Layer:
         forward, given, fixed, last = self._library.forward, arguments.given, self._fixed, self._last
         if segment.entry == "packed":
             rest = (None, None, None, None, *given, None, None, None, *fixed, None, *last)
-            return lambda query, key, value: forward(query, key, value, *rest)[wanted]
+            return lambda query, key, value: forward(query, *segment.packed_keys(key, value), *rest)[wanted]
         keys, values = given_caches(caches)
         rows, fp8 = segment.last - segment.first, keys.dtype == FP8
         scales: Sequence[Tensor | None] = (None, None, None)

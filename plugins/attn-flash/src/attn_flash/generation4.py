@@ -76,7 +76,8 @@ class Layer:
         """
         entry, fixed, varlen = segment.entry, self._fixed, self._varlen
         if entry == "packed":
-            return lambda query, key, value: varlen(query, key, value, **arguments, **fixed)[0]
+            keys_of = segment.packed_keys
+            return lambda query, key, value: varlen(query, *keys_of(key, value), **arguments, **fixed)[0]
         keys, values = given_caches(caches)
         if entry == "paged":
             return lambda query, key, value: varlen(query, keys, values, **arguments, **fixed)[0]
@@ -92,7 +93,7 @@ class Layer:
         """The output and the log-sum-exp (tokens, heads) of a segment."""
         call, query = self._call(segment, self.arguments(segment, True), caches), tensors[0]
         if segment.entry == "packed":
-            output, lse = call(*tensors)
+            output, lse = call(query, *segment.packed_keys(*tensors[1:]))
         elif segment.entry == "paged":
             output, lse = call(query)
         else:

@@ -236,11 +236,13 @@ class FlashImpl(AttentionImpl):
         """Tokens of a row among themselves."""
         if self.attn_type is AttentionType.ENCODER:
             starts, longest = metadata.encoder_query_start_loc, metadata.max_encoder_seq_len
+            ends = metadata.host.encoder_query_start_loc
         else:
             starts, longest = metadata.query_start_loc, metadata.max_query_len
+            ends = metadata.host.query_start_loc
             if metadata.host.context_lens.any():
                 raise ValueError("metadata: a row has context; a layer of type encoder_only takes whole prompts")
-        return StepPlan([packed_segment(starts, num_tokens, longest)])
+        return StepPlan([packed_segment(starts, num_tokens, longest, int(ends[-1]))])
 
     def _bound(self, plan: StepPlan) -> tuple[Call, ...]:
         """The layer's calls for a plan, which it keeps. Those of steps with prefills, each of which was one step's, are

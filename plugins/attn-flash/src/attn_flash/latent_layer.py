@@ -56,6 +56,7 @@ class LatentLayer(generation3.Layer):
         if segment.entry == "packed":
 
             def packed(query: Tensor, key: Any, value: Any) -> Any:
+                (key,) = segment.packed_keys(key)
                 (values, keys), (content, rotated) = (part.split_with_sizes(_SIZES, 2) for part in (key, query))
                 return forward(rotated, keys, values, None, None, content, None, *rest, None, *last)[wanted]
 

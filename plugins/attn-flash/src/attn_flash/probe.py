@@ -148,7 +148,7 @@ def _attend3(
         library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
         device=str(device), descales=torch.ones(3, 1, device=device), **given,
     )  # fmt: skip
-    segment, key = packed_segment(starts, 1, 1), query[0]
+    segment, key = packed_segment(starts, 1, 1, 1), query[0]
     caches = None
     if paged:
         segment = segment._replace(entry="paged", max_seq_len=3, lengths=lengths, block_table=table)

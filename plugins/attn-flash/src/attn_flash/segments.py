@@ -45,6 +45,15 @@ class Segment(NamedTuple):
     """int32 (n + 1,): sums of ``lengths``, from wherever they begin."""
     key_starts: Tensor
     """int32 (n + 1,): where their keys of this step start among all of them."""
+    num_keys: int = 0
+    """Keys of this step up to the last one of these rows, for ``packed``."""
+
+    def packed_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The rows of this step's keys and values that a ``packed`` call may see. Kernels of generations 3 and 4 load
+        whole tiles, and multiply the values behind a row's last key by 0: of padding those may be NaN.
+        """
+        count = self.num_keys
+        return tuple([part if len(part) == count else part[:count] for part in tensors])
 
     @property
     def tokens(self) -> slice:
@@ -80,7 +89,7 @@ class _Rows(NamedTuple):
 
     def segment(
         self, entry: Entry, first: int, last: int, start: int, stop: int, *, query_len: int = 0, max_query_len: int,
-        max_seq_len: int,
+        max_seq_len: int, num_keys: int = 0,
     ) -> Segment:  # fmt: skip
         table, lengths, query_starts, key_sums, key_starts = self
         if first or last < len(lengths):
@@ -89,7 +98,7 @@ class _Rows(NamedTuple):
             query_starts, key_sums, key_starts = query_starts[bounds], key_sums[bounds], key_starts[bounds]
         return Segment(
             entry, first, last, start, stop, query_len, max_query_len, max_seq_len,
-            table, lengths, query_starts, key_sums, key_starts,
+            table, lengths, query_starts, key_sums, key_starts, num_keys,
         )  # fmt: skip
 
 
@@ -107,9 +116,10 @@ def decoder_segments(
     starts = metadata.query_start_loc
     rows = _Rows(metadata.block_table, metadata.seq_lens, starts, metadata.seq_start_loc, starts)
     num_reqs, num_tokens, num_prefills = metadata.num_reqs, metadata.num_tokens, metadata.num_prefills
+    bounds_of_rows = metadata.host.query_start_loc
     if not metadata.block_table.shape[1]:
-        longest = metadata.max_query_len
-        return (rows.segment("packed", 0, num_reqs, 0, num_tokens, max_query_len=longest, max_seq_len=longest),)
+        bounds = {"max_query_len": metadata.max_query_len, "max_seq_len": metadata.max_query_len}
+        return (rows.segment("packed", 0, num_reqs, 0, num_tokens, **bounds, num_keys=int(bounds_of_rows[-1])),)
     if not num_prefills:
         return (_decodes(metadata, rows, 0, num_reqs, 0, num_tokens, metadata.max_seq_len),)
     num_decodes, num_decode_tokens = num_reqs - num_prefills, num_tokens - metadata.num_prefill_tokens
@@ -122,7 +132,13 @@ def decoder_segments(
     first, start = (num_decodes, num_decode_tokens) if metadata.decodes_first else (0, 0)
     last, stop = first + num_prefills, start + metadata.num_prefill_tokens
     found = [
-        rows.segment(entry, *where, max_query_len=longest_query, max_seq_len=metadata.max_prefill_seq_len)
+        rows.segment(
+            entry,
+            *where,
+            max_query_len=longest_query,
+            max_seq_len=metadata.max_prefill_seq_len,
+            num_keys=int(bounds_of_rows[where[1]]),
+        )
         for entry, *where in _prefills(metadata, (first, last, start, stop), block_size, windowed, cached)
     ]
     if num_decodes:
@@ -202,24 +218,34 @@ def cross_segments(metadata: AttentionMetadata, *, cached: bool) -> tuple[Segmen
         metadata.encoder_seq_start_loc, metadata.encoder_query_start_loc,
     )  # fmt: skip
     num_reqs, num_tokens, longest = metadata.num_reqs, metadata.num_tokens, metadata.max_encoder_seq_len
+    num_keys = int(metadata.host.encoder_query_start_loc[-1])
     longest_query = metadata.max_query_len
     if not cached:
-        return (rows.segment("packed", 0, num_reqs, 0, num_tokens, max_query_len=longest_query, max_seq_len=longest),)
+        return (
+            rows.segment(
+                "packed", 0, num_reqs, 0, num_tokens, max_query_len=longest_query, max_seq_len=longest,
+                num_keys=num_keys,
+            ),
+        )  # fmt: skip
     longest = longest or 1  # rows without keys may be lent one
     if not metadata.num_prefills:
         return (_decodes(metadata, rows, 0, num_reqs, 0, num_tokens, longest),)
     if not metadata.from_groups:
         return (rows.segment("paged", 0, num_reqs, 0, num_tokens, max_query_len=longest_query, max_seq_len=longest),)
     prompts, stop = metadata.num_prefills, metadata.num_prefill_tokens
-    found = [rows.segment("packed", 0, prompts, 0, stop, max_query_len=longest_query, max_seq_len=longest)]
+    bounds = {"max_query_len": longest_query, "max_seq_len": longest}
+    found = [rows.segment("packed", 0, prompts, 0, stop, **bounds, num_keys=num_keys)]
     if prompts < num_reqs:
         found.append(_decodes(metadata, rows, prompts, num_reqs, stop, num_tokens, longest))
     return tuple(found)
 
 
-def packed_segment(starts: Tensor, num_tokens: int, longest: int) -> Segment:
-    """Rows whose tokens attend among themselves, all new: ``starts`` int32 (rows + 1,) says where each begins."""
+def packed_segment(starts: Tensor, num_tokens: int, longest: int, num_keys: int) -> Segment:
+    """Rows whose tokens attend among themselves, all new: ``starts`` int32 (rows + 1,) says where each begins, and the
+    last one ends at ``num_keys``.
+    """
     return Segment(
         "packed", 0, len(starts) - 1, 0, num_tokens, 0, longest, longest,
         block_table=starts, lengths=starts, query_starts=starts, key_sums=starts, key_starts=starts,  # starts are read
+        num_keys=num_keys,
     )  # fmt: skip
