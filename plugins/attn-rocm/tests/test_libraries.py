@@ -85,17 +85,19 @@ def test_chunks_of_the_list_builder_attend_without_writing(variant, nan, monkeyp
     engine.list_step({0: 1}, {2: 1}, hit=True)
 
 
-@pytest.mark.parametrize("variant", LAYERS)
-def test_plain_prompts_of_the_list_builder_bring_their_keys(variant, monkeypatch):
-    standins.install(monkeypatch, variant)
+@pytest.mark.parametrize("contexts", [(3, 0), (0, 0)], ids=["beside a chunk", "alone"])
+@pytest.mark.parametrize("variant", [*LAYERS, "sdpa"])
+def test_plain_prompts_of_the_list_builder_bring_their_keys(variant, contexts, monkeypatch):
+    standins.install(monkeypatch, "aiter" if variant == "sdpa" else variant)
     backend = standins.backend(variant)
-    groups = [SequenceGroup(True, [Sequence(row, 2, context, [1 + row])]) for row, context in enumerate((3, 0))]
-    metadata = CommonMetadataBuilder(16, chunked_prefill=True, backend=backend).build(groups)
+    groups = [SequenceGroup(True, [Sequence(row, 2, context, [1 + row])]) for row, context in enumerate(contexts)]
+    metadata = CommonMetadataBuilder(16, chunked_prefill=any(contexts), backend=backend).build(groups)
     impl, kv_cache = backend.impl("0", scale=0.125), backend.allocate_kv_cache(4)
     received = metadata_from_fields(metadata.asdict_zerocopy(), backend)
     for step in (metadata, metadata.prefill_metadata, received):
-        with pytest.raises(ValueError, match=r"^key: None found"):
-            impl.forward(torch.zeros(4, 4, 64).bfloat16(), None, None, kv_cache, step, write=False)
+        for name, key in (("key", None), ("value", torch.zeros(4, 2, 64).bfloat16())):
+            with pytest.raises(ValueError, match=f"^{name}: None found"):
+                impl.forward(torch.zeros(4, 4, 64).bfloat16(), key, None, kv_cache, step, write=False)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -181,6 +181,16 @@ class RocmImpl(AttentionImpl):
                 raise ValueError(f"{name}: length {len(given)} found; the metadata has {wanted}")
 
 
+def check_given(key: Any, value: Any) -> None:
+    """ValueError where keys that are written, or read of rows without a block table, are not given."""
+    for name, given in (("key", key), ("value", value)):
+        if given is None:
+            raise ValueError(
+                f"{name}: None found; this step's own are written, or attended in rows without a block table, so give "
+                "them"
+            )
+
+
 def _format(tensor: Tensor | None) -> Any:
     """All that ``RocmImpl._check_formats`` depends on, at half of its price; RuntimeError without strides."""
     if tensor is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_rocm.base import RocmBackend, RocmImpl
+from attn_rocm.base import RocmBackend, RocmImpl, check_given
 from attncore import AttentionMetadata
 
 
@@ -53,6 +53,7 @@ class SdpaImpl(RocmImpl):
                 gathered = [self._gather(cache, metadata.block_table[row], positions, query) for cache in caches]
                 parts.append((_times(gathered[0], self.k_scale), _times(gathered[1], self.v_scale)))
             if own:
+                check_given(key, value)
                 parts.append((key[start:end], value[start:end]))
             keys, values = (torch.cat(of_both) for of_both in zip(*parts, strict=True))
             output[start:end] = self._attend(query[start:end], keys, values)

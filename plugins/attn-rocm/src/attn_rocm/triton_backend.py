@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_rocm.base import RocmBackend, RocmImpl
+from attn_rocm.base import RocmBackend, RocmImpl, check_given
 from attn_rocm.launch import LOG2E, Keys, Launcher, Scoring
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.ops import check_cross_rows
@@ -124,13 +124,15 @@ class TritonImpl(RocmImpl):
             return _fresh_keys(lengths, longest, key, value, starts, masks, span_ends)
         caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         if not table.shape[1]:
+            if metadata.num_tokens:
+                check_given(key, value)
             return _fresh_keys(lengths, longest, key, value, starts, masks, span_ends)
         if masks is not None or span_ends is not None:
             return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
             if key is None and not write:
                 return Keys(_of_tables(metadata), longest, *caches, table)
-            _check_given(key, value)
+            check_given(key, value)
             raw = metadata.num_prefills
             return Keys(lengths, longest, *caches, table, key, value, starts, raw, written=not write)
         return Keys(lengths, longest, *caches, table)
@@ -144,7 +146,7 @@ class TritonImpl(RocmImpl):
             return _fresh_keys(lengths, longest, key, value, starts)
         slots = metadata.cross_slot_mapping
         if len(slots) and (write or metadata.from_groups):  # prompts of the list builder have no table
-            _check_given(key, value)
+            check_given(key, value)
         caches = self.written(key, value, kv_cache, slots, write=write and key is not None)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
@@ -175,21 +177,11 @@ def _of_tables(metadata: AttentionMetadata) -> Tensor:
         prompts = (group for group in source.groups if group.is_prompt)
         known = all(sequence.context_len for group in prompts for sequence in group.sequences)
     if not known:
-        _check_given(None, None)
+        check_given(None, None)
     lengths = metadata.seq_lens.clone()
     rows, counts = lengths[: metadata.num_prefills], metadata.query_start_loc.diff()[: metadata.num_prefills]
     rows.masked_fill_(rows == counts, 0)
     return lengths
-
-
-def _check_given(key: Any, value: Any) -> None:
-    """ValueError where keys that are written, or read of rows without a block table, are not given."""
-    for name, given in (("key", key), ("value", value)):
-        if given is None:
-            raise ValueError(
-                f"{name}: None found; this step's own are written, or attended in rows without a block table, so give "
-                "them"
-            )
 
 
 def _fresh_keys(
