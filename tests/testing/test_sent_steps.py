@@ -9,6 +9,7 @@ from attncore.reference import ReferenceBackend, ReferenceImpl
 from attncore.testing.engines import builder_engine, captured_engine
 from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.errors import ConformanceError
 
 BLOCK = 4
@@ -90,3 +91,15 @@ def test_captured_sizes_over_changing_batches_pass(
 def test_a_backend_that_writes_to_the_table_is_found(device, transport, write):
     with pytest.raises(ConformanceError, match=r"forward changed metadata\.block_table; "):
         of_shorter_rows(BuilderEngine(backend(device, write), depth=1))
+
+
+def test_steps_of_the_list_builder_say_what_they_were_built_from():
+    """As the contract has it: a backend may ask the groups which prompts have context."""
+    seen = []
+    engine = Engine(backend("cpu", lambda metadata: seen.append(metadata.source)))
+    engine.add(0, 9)
+    engine.add(1, 5)
+    engine.fill({0: 3})
+    engine.list_step({1: 4}, {0: 1})
+    assert [group.is_prompt for group in seen[-1].groups] == [True, False]
+    assert [sequence.context_len for group in seen[-1].groups for sequence in group.sequences] == [0, 3]

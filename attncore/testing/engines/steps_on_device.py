@@ -42,6 +42,7 @@ def copied(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAt
         **{name: np.array(array) for name in ARRAYS - DERIVED if (array := getattr(step.host, name, None)) is not None}
     )
     values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
+    values["source"] = step.source  # of the list builder: a backend may ask its groups
     return CommonAttentionMetadata(host, backend.from_host, **values)
 
 
