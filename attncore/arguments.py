@@ -183,6 +183,13 @@ def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
         ) from error
 
 
+def tensor_type() -> Any:
+    """The type of torch's tensors, for ``isinstance``; () where torch is not imported, or another thread that imports it
+    has not come to them: there is no tensor then.
+    """
+    return getattr(sys.modules.get("torch"), "Tensor", ())
+
+
 def why_no_list(values: Any) -> str | None:
     """Why an object that Python can read as a list is none of numbers; None where this says nothing against it.
 
@@ -200,11 +207,11 @@ def why_no_list(values: Any) -> str | None:
         return f"{kind.__name__} found, which hold text; give a list or an array of integers"
     if isinstance(values, memoryview):
         return _why_no_view(values)
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(values, numpy.void):
+    numpy = sys.modules.get("numpy")
+    if isinstance(values, getattr(numpy, "void", ())):
         return "a NumPy record found; give a list or an array of integers"
-    if torch is not None and isinstance(values, torch.Tensor):
-        return _why_no_tensor(values, torch.strided)
+    if isinstance(values, tensor_type()):
+        return _why_no_tensor(values, sys.modules["torch"].strided)
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, why_no_list
+from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, tensor_type, why_no_list
 from attncore.quoted import MAX_PART, one_line, quoted, type_name
 from attncore.show import counted
 
@@ -52,8 +52,7 @@ def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """
     check_readable(name, values)
     try:
-        torch = sys.modules.get("torch")  # where it is not loaded, there is no tensor
-        if torch is not None and isinstance(values, torch.Tensor) and values.is_cpu and beyond_its_memory(values):
+        if isinstance(values, tensor_type()) and values.is_cpu and beyond_its_memory(values):
             raise ValueError("its shape reaches beyond its memory, as after a resize_ that torch refused")
         found = np.asanyarray(values)  # what ``__array__`` returns may have a mask, too
         if hides_values(found):
@@ -105,10 +104,10 @@ def _nested(values: Any) -> list[Any]:
 
 def _holds_tensor(values: Any) -> bool:
     """Whether ``values`` is a tensor, or a list with one in it, whose conversion is torch's work."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    tensor = tensor_type()
+    if tensor == ():
         return False
-    return isinstance(values, torch.Tensor) or any(_holds_tensor(item) for item in _nested(values))
+    return isinstance(values, tensor) or any(_holds_tensor(item) for item in _nested(values))
 
 
 def beyond_its_memory(tensor: Any) -> bool:
@@ -137,8 +136,7 @@ def not_by_address(tensor: Any) -> str | None:
 
     TypeError where it is no tensor.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, tensor_type()):
         raise TypeError(f"tensor: {type(tensor).__name__} found; give a torch tensor")
     if tensor.is_neg() or tensor.is_conj():
         return "a lazy negative or conjugate, whose memory holds other numbers; give tensor.resolve_conj().clone()"
@@ -173,8 +171,7 @@ def why_not_plain(tensor: Any) -> str | None:
 
 def check_tensor(name: str, values: Any) -> None:
     """ValueError where ``values`` is a tensor that is none of strides over memory that it has; others are passed."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(values, torch.Tensor):
+    if not isinstance(values, tensor_type()):
         return
     why = "on meta, which holds no numbers" if values.device.type == "meta" else not_strided(values)
     if why is not None:

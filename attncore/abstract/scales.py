@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import FLOAT32_LEAST, FLOAT32_MAX, finite_number
+from attncore.arguments import FLOAT32_LEAST, FLOAT32_MAX, finite_number, tensor_type
 from attncore.show import short
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ larger, and what does not fit is cut off."""
 
 def is_tensor(value: object) -> bool:
     """Whether it is a torch tensor; imports no torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return isinstance(value, tensor_type())
 
 
 def checked_scale(name: str, value: Any, num_kv_heads: int | None = None) -> float | Tensor:

@@ -157,7 +157,7 @@ def _check_tensor(num_rejected: Any, max_num_reqs: int, device: str) -> None:
     A subclass says of itself what it likes, so that it is none.
     """
     torch = sys.modules.get("torch")  # where it is not loaded, there is no tensor
-    if torch is None or type(num_rejected) is not torch.Tensor:
+    if torch is None or type(num_rejected) is not getattr(torch, "Tensor", None):
         dtype, shape = getattr(num_rejected, "dtype", ""), getattr(num_rejected, "shape", ())
         found = f"{type(num_rejected).__name__} {quoted(f'{dtype}{shape}')}"
         raise ValueError(f"num_rejected: {found} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}")

@@ -22,6 +22,7 @@ from typing import Any
 
 from attncore.logged import logged
 from attncore.quoted import describe_error, type_name
+from attncore.registry.plugins.half_imported import is_half_imported
 from attncore.registry.plugins.interpreter_settings import InterpreterSettings
 from attncore.registry.plugins.replaced_functions import ReplacedFunctions
 from attncore.registry.plugins.torch_settings import TorchSettings
@@ -154,12 +155,17 @@ class _Modules:
     """``sys.modules``: what others need of it stays, and attncore's own modules stay the same objects.
 
     Whoever drops those, to import them anew, has classes that are not ours. Of the other modules that were imported,
-    one that is dropped, or None, which blocks its import, is put back; one that another stands for stays replaced.
+    one that is dropped, or None, which blocks its import, is put back; one that another stands for stays replaced. One
+    that another thread was importing may be gone because that failed, and is not.
     """
 
     def __init__(self) -> None:
         self.table: dict[str, Any] = sys.modules
         self._found = self.table.copy()
+        self._half: set[str] = set()
+        if threading.active_count() > 1:
+            modules = [(name, one) for name, one in self._found.items() if type(one) is ModuleType]
+            self._half.update(name for name, one in modules if is_half_imported(one))
 
     def restore(self) -> None:
         """As they were found; those that were imported since stay, unless one of attncore's of before was lost."""
@@ -178,7 +184,7 @@ class _Modules:
     def _restore_dropped(self) -> None:
         """A package before its parts, of which none is put below a package that was imported anew."""
         dropped = [name for name in self._found if self.table.get(name) is None and not _is_ours(name)]
-        for name in sorted(name for name in dropped if type(name) is str):
+        for name in sorted(name for name in dropped if type(name) is str and name not in self._half):
             package, found = name.partition(".")[0], self._found[name]
             if name == package or self.table.get(package) is self._found.get(package):
                 self.table[name] = found

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from attncore.logged import logged
+from attncore.registry.plugins.half_imported import is_half_imported
 
 logger = logging.getLogger(__name__)
 _UNKNOWN: Any = object()
@@ -35,8 +36,18 @@ class _Setting(NamedTuple):
 def _or_unknown(ask: Callable[[Any], Any], torch: ModuleType) -> Any:
     try:
         return ask(torch)
-    except Exception:  # of an older torch, one that is half imported, or another module under its name
+    except Exception:  # of an older torch, or another module under its name
         return _UNKNOWN
+
+
+def _imported_torch() -> ModuleType | None:
+    """torch; None where it is not imported, or not yet to its end.
+
+    Half of it, which another thread is importing, is not asked: its functions import what it lacks, in this thread, and
+    the import of that thread fails then, or ends the process.
+    """
+    torch = sys.modules.get("torch")
+    return None if is_half_imported(torch) else torch
 
 
 def _put_device(torch: Any, found: Any) -> None:
@@ -152,13 +163,13 @@ class TorchSettings:
     """
 
     def __init__(self, plugin: str) -> None:
-        self._plugin, self._torch, self._alone = plugin, sys.modules.get("torch"), active_count() == 1
+        self._plugin, self._torch, self._alone = plugin, _imported_torch(), active_count() == 1
         torch = self._torch
         self._found = [] if torch is None else [setting.asked(torch) for setting in _SETTINGS]
 
     def changed(self) -> list[tuple[_Setting, Any, Any]]:
         """Those that are others now: each, what it was and what it is."""
-        torch = sys.modules.get("torch") if self._torch is None else self._torch
+        torch = _imported_torch() if self._torch is None else self._torch
         if torch is None:
             return []
         found = self._found or [_or_unknown(setting.first, torch) for setting in _SETTINGS]
@@ -167,7 +178,7 @@ class TorchSettings:
 
     def restore(self) -> None:
         """As they were found; one that cannot be set again stays."""
-        torch = sys.modules.get("torch") if self._torch is None else self._torch
+        torch = _imported_torch() if self._torch is None else self._torch
         changed: dict[str, list[str]] = {}
         for setting, value, _ in self.changed():
             if setting.of_thread or self._alone:
