@@ -184,8 +184,8 @@ def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
 
 
 def tensor_type() -> Any:
-    """The type of torch's tensors, for ``isinstance``; () where torch is not imported, or another thread that imports it
-    has not come to them: there is no tensor then.
+    """The type of torch's tensors, for ``isinstance``; () where torch is not imported, or another thread that imports
+    it has not come to them: there is no tensor then.
     """
     return getattr(sys.modules.get("torch"), "Tensor", ())
 

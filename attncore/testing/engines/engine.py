@@ -71,7 +71,7 @@ class Engine(Requests):
     ) -> None:
         config = backend.config
         self.backend, self.config = backend, config
-        self.most_tokens = None if config.spec is None else config.spec.max_model_len
+        self.declared_length = None if config.spec is None else config.spec.max_model_len
         self.features: dict[str, Any] = {"scale": config.head_size**-0.5, **features}
         backend.forget_layers()
         self.impl = backend.impl("layers.0", **self.features)

@@ -41,7 +41,7 @@ class Requests:
 
     with_spans = False
     """Whether requests may have spans."""
-    most_tokens: int | None = None
+    declared_length: int | None = None
     """The longest sequence that the backend's spec allows."""
 
     def __init__(self, num_blocks: int, block_size: int, random: np.random.Generator, no_tokens: History) -> None:
@@ -108,9 +108,9 @@ class Requests:
 
     def _require_length(self, tokens: int) -> None:
         """UnsupportedError where a request of so many tokens is longer than the spec allows."""
-        if self.most_tokens is not None and tokens > self.most_tokens:
+        if self.declared_length is not None and tokens > self.declared_length:
             raise UnsupportedError(
-                f"its spec says max_model_len={self.most_tokens}, and this test has a request of {tokens} tokens"
+                f"its spec says max_model_len={self.declared_length}, and this test has a request of {tokens} tokens"
             )
 
     def context(self, name: Hashable) -> int:
