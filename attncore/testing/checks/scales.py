@@ -195,18 +195,23 @@ def _scales(backend: AttentionBackend, feature: str) -> dict[str, Any]:
 
 
 def _settings(subject: Subject, feature: str) -> Iterator[_Setting]:
-    """The declared settings that scales are crossed with."""
+    """The declared settings that scales are crossed with, but those that a spec's own check refuses beside them."""
     base = _backend(subject, feature)
     if features := in_one_layer(features_of(base)):
         yield _Setting("all declared features", base, features)
     yield _Setting("adopted steps", base, {})
     if "strided_kv_cache" in features_of(base):
         yield _Setting("a pair of views", base, {}, pair_of_views(next(iter(FORMS))))
-    for layout in subject.form.kv_cache_layouts:
-        if layout != base.config.kv_cache_layout:
-            yield _Setting(f"layout {layout}", _backend(subject, feature, kv_cache_layout=layout), {})
+    layouts = [layout for layout in subject.form.kv_cache_layouts if layout != base.config.kv_cache_layout]
+    others: list[dict[str, str]] = [{"kv_cache_layout": layout} for layout in layouts]
     if "bfloat16" in subject.form.dtypes and base.config.dtype != "bfloat16":
-        yield _Setting("dtype bfloat16", _backend(subject, feature, dtype="bfloat16"), {})
+        others.append({"dtype": "bfloat16"})
+    for other in others:
+        try:
+            backend = _backend(subject, feature, **other)
+        except UnsupportedError:
+            continue
+        yield _Setting(" ".join(other.values()), backend, {})
 
 
 def _of_heads(backend: AttentionBackend, numbers: tuple[float, ...]) -> torch.Tensor:
