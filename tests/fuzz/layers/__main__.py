@@ -1,14 +1,16 @@
 """Runs programs over one backend, in a process of its own: Triton's interpreter, or the libraries of a GPU.
 
-    PYTHONPATH=tests python -m fuzz.layers BACKEND FIRST COUNT
+    PYTHONPATH=tests python -m fuzz.layers BACKEND FIRST COUNT [SECONDS]
 
-FIRST is the seed of the first program. On a CPU BACKEND is ``triton`` or ``sdpa``, with ATTNCORE_ROCM_DEV_DEVICE=cpu
+FIRST is the seed of the first program; none begins after SECONDS. On a CPU BACKEND is ``triton`` or ``sdpa``, with ATTNCORE_ROCM_DEV_DEVICE=cpu
 and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``. Each program that fails is printed with its seed; the exit code is
 1 then.
 """
 
+import math
 import random
 import sys
+import time
 import traceback
 
 import torch
@@ -22,7 +24,7 @@ STEPS = 10
 BFLOAT16 = {"tolerance": 3e-2}
 ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
     "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
-    "flash3": (Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), **BFLOAT16), "flash", {"generation": "3"}),
+    "flash3": (Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), tolerance=0.1), "flash", {"generation": "3"}),
     "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
     "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
     "triton": (Sizes((16, 64), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16), "rocm", {"kernel": "triton"}),
@@ -40,10 +42,14 @@ def tested(name: str) -> Tested:
     return backends.selected(sizes, "cuda:0", backend=backend, options={backend: options})
 
 
-def main(name: str, first: int, count: int) -> int:
+def main(name: str, first: int, count: int, seconds: float = math.inf) -> int:
     """How many of ``count`` programs failed."""
-    failed, under_test = 0, tested(name)
+    ran = failed = 0
+    under_test, end = tested(name), time.monotonic() + seconds
     for seed in range(first, first + count):
+        if time.monotonic() > end:
+            break
+        ran += 1
         try:
             program = Program(random.Random(seed), under_test)
             for _ in range(STEPS):
@@ -52,9 +58,9 @@ def main(name: str, first: int, count: int) -> int:
             failed += 1
             print(f"{name}, seed {seed}:")
             traceback.print_exc(limit=-6, file=sys.stdout)
-    print(f"{name}: {count - failed} programs passed, {failed} failed", flush=True)
+    print(f"{name}: {ran - failed} programs passed, {failed} failed", flush=True)
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) else 0)
+    sys.exit(1 if main(sys.argv[1], *map(int, sys.argv[2:])) else 0)
