@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m fuzz.layers BACKEND FIRST COUNT [SECONDS]
 
-FIRST is the seed of the first program; none begins after SECONDS. On a CPU BACKEND is ``triton`` or ``sdpa``, with ATTNCORE_ROCM_DEV_DEVICE=cpu
-and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``. Each program that fails is printed with its seed; the exit code is
-1 then.
+FIRST is the seed of the first program; none begins after SECONDS. On a CPU BACKEND is ``triton`` or ``sdpa``, with
+ATTNCORE_ROCM_DEV_DEVICE=cpu and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``. Each program that fails is printed with
+its seed; the exit code is 1 then.
 """
 
 import math
@@ -44,6 +44,7 @@ def tested(name: str) -> Tested:
 
 def main(name: str, first: int, count: int, seconds: float = math.inf) -> int:
     """How many of ``count`` programs failed."""
+    torch.set_num_threads(1)  # several of these wait for each other longer than they compute
     ran = failed = 0
     under_test, end = tested(name), time.monotonic() + seconds
     for seed in range(first, first + count):
