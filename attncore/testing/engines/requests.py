@@ -110,7 +110,8 @@ class Requests:
         """UnsupportedError where a request of so many tokens is longer than the spec allows."""
         if self.declared_length is not None and tokens > self.declared_length:
             raise UnsupportedError(
-                f"its spec says max_model_len={self.declared_length}, and this test has a request of {counted(tokens, 'token')}"
+                f"its spec says max_model_len={self.declared_length}, and this test has a request of "
+                f"{counted(tokens, 'token')}"
             )
 
     def context(self, name: Hashable) -> int:
