@@ -115,17 +115,20 @@ def own_array(host: Any, name: str) -> Any:
 
 
 def is_cross(host: Any) -> bool:
-    """Whether the keys are an encoder's (a cross group), and not those of the step's tokens.
+    """Whether the keys are an encoder's (a cross group), and not those of the step's tokens: asked of a whole step.
 
-    Without slots of these, which the host of a step on a device has not and who sent a step may have skipped, fields of
-    the cross group tell it, or lengths that are the encoder's.
+    The host of a step on a device has no slots of these, and who sent a step may have skipped them. Then the lengths
+    tell it, which are the encoder's in a cross group, and the table; fields of the cross group alone where these were
+    skipped, too, for a decoder group that is sent has them as well.
     """
     if hasattr(host, "slot_mapping"):
         return False
-    if any(hasattr(host, name) for name in _CROSS):
-        return True
     encoder, lengths = (getattr(host, name, None) for name in ("encoder_seq_lens", "seq_lens"))
-    return encoder is not None and lengths is not None and np.array_equal(encoder, lengths)
+    if encoder is None or lengths is None:
+        return any(hasattr(host, name) for name in _CROSS)
+    tables = [getattr(host, name, None) for name in ("block_table", "cross_block_table")]
+    same_table = any(table is None for table in tables) or np.array_equal(*tables)
+    return np.array_equal(encoder, lengths) and same_table
 
 
 def own_arrays(host: Any) -> Any:

@@ -72,6 +72,6 @@ def test_rocm_in_a_process_of_its_own(tmp_path, kernel, count, seed):
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     variables |= {"ATTNCORE_ROCM_DEV_DEVICE": "cpu", "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     variables |= {"PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-m", "fuzz.layers", kernel, str(seed), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, cwd=TESTS.parent)
+    command = [sys.executable, "-P", "-m", "fuzz.layers", kernel, str(seed), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

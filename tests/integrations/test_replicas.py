@@ -108,7 +108,9 @@ def test_an_interrupt_ends_a_replica_that_has_requests(tmp_path):
     with process("serve.py", str(tmp_path)) as (started, address), ThreadPoolExecutor(16) as pool:
         for number in range(16):
             pool.submit(post, address, prompt=[number + 3] * 40, max_new_tokens=80)
+        end = time.monotonic() + 60
         while not health(address)["running"]:
+            assert time.monotonic() < end, "no request ran"
             time.sleep(0.001)
         started.send_signal(signal.SIGINT)
         assert started.wait(20) == 130

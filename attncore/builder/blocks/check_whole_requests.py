@@ -53,9 +53,14 @@ def holds_trees(metadata: CommonAttentionMetadata) -> bool:
 
 
 def first_partial(metadata: CommonAttentionMetadata) -> int:
-    """The first row whose ``seq_lens`` differs from the position of its last token + 1; -1: none."""
+    """The first row whose ``seq_lens`` differs from the position of its last token + 1, which is its context and its
+    tokens where a step came without positions; -1: none.
+    """
     host = metadata.host
     running = np.flatnonzero(host.query_lens)
-    reached = host.positions[host.logits_indices[running]] + 1
+    if hasattr(host, "positions") and hasattr(host, "logits_indices"):
+        reached = host.positions[host.logits_indices[running]] + 1
+    else:
+        reached = (host.context_lens + host.query_lens)[running]
     partial = running[reached != host.seq_lens[running]]
     return int(partial[0]) if len(partial) else -1

@@ -106,11 +106,13 @@ def slice_metadata(
     view = metadata._view(req_start, req_stop, token_start, token_stop)
     if before or after:
         _check_host(metadata, "context_lens")
-        _check_cut(metadata, *([token_start] if before else []), *([token_stop] if after else []))
+        crosses = is_cross(metadata.host)
+        _check_cut(metadata, crosses, *([token_start] if before else []), *([token_stop] if after else []))
         cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
-        _cut(view, before, after, block_size)
+        fewer_keys = after > 0 and not crosses
+        _cut(view, before, after, block_size, fewer_keys)
         if isinstance(view, DeviceView):
-            _cut_on_device(view, before, after, cut_encoder if before else 0, block_size or 1)
+            _cut_on_device(view, before, after, cut_encoder if before else 0, block_size or 1, fewer_keys)
     for part, start, count in parts:
         first, last = (min(max(row, req_start), req_stop) for row in (start, start + count))
         longest = int(view.host.seq_lens[first - req_start : last - req_start].max(initial=0))
@@ -155,7 +157,7 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
         )
 
 
-def _check_cut(metadata: CommonAttentionMetadata, *cuts: int) -> None:
+def _check_cut(metadata: CommonAttentionMetadata, crosses: bool, *cuts: int) -> None:
     """ValueError where requests of the step cannot be cut, or not ahead of the tokens ``cuts``."""
     if metadata.from_groups:
         raise ValueError(
@@ -170,18 +172,19 @@ def _check_cut(metadata: CommonAttentionMetadata, *cuts: int) -> None:
                 f"batch_slice: cuts a span ahead of token {cut}, whose tokens see each other; slice by requests, or "
                 "between spans"
             )
-    if metadata.of_rank or (not is_cross(metadata.host) and first_partial(metadata) >= 0):
+    if metadata.of_rank or (not crosses and first_partial(metadata) >= 0):
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
             "and take the rank's of each slice"
         )
 
 
-def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
-    """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last."""
+def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None, fewer_keys: bool) -> None:
+    """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last,
+    with their keys where these are the tokens' own (``fewer_keys``).
+    """
     host: Any = view.host
     own = own_arrays(host)  # to write to, once they are copies
-    fewer_keys = after > 0 and not is_cross(host)
     has_pages = any(own_array(host, name) is not None for name in ("paged_kv_indptr", "paged_kv_last_page_len"))
     if fewer_keys and has_pages and block_size is None:
         raise ValueError("block_size: needed to slice through a request, whose page list changes")
@@ -206,10 +209,11 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
         _cut_pages(host, after, block_size or 1)
 
 
-def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int, block_size: int) -> None:
+def _cut_on_device(
+    view: DeviceView, before: int, after: int, cut_encoder: int, block_size: int, fewer_keys: bool
+) -> None:
     """The same for the fields on a device, from their values there: host lengths of an overlapped step are bounds."""
     host: Any = view.host
-    fewer_keys = after > 0 and not is_cross(host)
     fields = {name: getattr(view, name).clone() for name in ("query_lens", "context_lens", "query_start_loc")}
     fields["query_lens"][0] -= before
     fields["query_lens"][-1] -= after

@@ -159,12 +159,11 @@ class CopyTransport:
 
     def start_ahead(self, shape: Any) -> None:
         """Called behind ``send`` of a step, padded to ``shape``, that others follow without a build."""
-
-        def keep() -> None:
-            self._start = self.ahead.start_of(self.views(shape.capacity))
-
-        self._issue(keep)
+        self._issue(self._keep_start, shape.capacity)
         self._sender.start_ahead()
+
+    def _keep_start(self, capacity: Capacity) -> None:
+        self._start = self.ahead.start_of(self.views(capacity))
 
     def end_ahead(self) -> None:
         """Called when the last of the steps was replayed, or the others were given back."""
@@ -181,6 +180,8 @@ class CopyTransport:
 
             self._issue(advance)
         graph.replay()
+        if count > 1:
+            self._sender.last = -1
 
     def settle_ahead(self, step: int, done: int) -> int:
         """How many of the steps that begin with ``step`` were run, where ``done`` replays came to their end."""
@@ -287,6 +288,8 @@ class CopyTransport:
             memory = self._ring.memory[step % self._ring.depth]
             for start, stop in self._ring.spans(shape.capacity, (name,)):  # of a copy: no event says when this was read
                 self._issue(self._arena[start:stop].copy_, torch.from_numpy(memory[start:stop].copy()))
+            if name == "seq_start_loc" and self._sender.ahead and self._start is not None:
+                self._issue(self._keep_start, shape.capacity)  # what was kept had not been sent; nothing was replayed
         elif step <= self.sent and step != last and not padded:
             return False
         self._send_with({name})

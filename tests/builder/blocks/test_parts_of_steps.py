@@ -180,6 +180,26 @@ def test_a_slice_of_what_came_with_fields_skipped_has_the_others(skipped):
                 assert getattr(piece, name).tolist() == getattr(whole, name).tolist(), name
 
 
+@pytest.mark.parametrize("group", ["own", "cross"])
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        {"slot_mapping"},
+        {"slot_mapping", "cross_slot_mapping"},
+        {"slot_mapping", "positions", "logits_indices"},
+        {"slot_mapping", "cross_slot_mapping", "cross_block_table"},
+    ],
+)
+def test_a_step_with_encoders_that_came_without_slots_is_cut(skipped, group):
+    """A decoder group that is sent has the encoder's fields, too, and no slots tell it from the cross group."""
+    metadata = step_with_encoders().groups[group]
+    arrived = metadata_from_fields(metadata.asdict_zerocopy(skipped))
+    for part in slice_by_tokens(metadata.query_lens, 3):
+        whole, piece = (slice_metadata(step, part, block_size=4) for step in (metadata, arrived))
+        for name in ("seq_lens", "context_lens", "query_lens", *OF_PAGES):
+            assert getattr(piece, name).tolist() == getattr(whole, name).tolist(), name
+
+
 def test_a_step_padded_to_a_captured_size_is_not_sliced():
     step = padded_step()
     for part in slice_by_requests(step.query_lens, 2):

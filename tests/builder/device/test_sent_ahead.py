@@ -11,6 +11,8 @@ from builder.device.ahead_engine import Calls
 from interrupted_calls import AtOpcode
 
 from attncore import InputBatch, MetadataBuilder
+from attncore.builder.device.by_copy import CopyTransport
+from attncore.builder.device.transport import new_transport
 from attncore.builder.persistent import assembly
 from attncore.builder.persistent.steps_ahead import StepsAhead
 from attncore.errors import AttncoreError
@@ -205,6 +207,33 @@ def test_a_field_that_is_first_asked_for_between_steps_ahead():
     metadata = builder.build()
     for name in (*kept, *moved):
         assert getattr(metadata, name).tolist() == getattr(metadata.host, name).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_field_that_is_first_asked_for_between_steps_ahead_by_copies(monkeypatch, count):
+    """On a CPU a step is sent with all fields, unless it is as on a device."""
+    monkeypatch.setattr(assembly, "new_transport", new_transport)
+    monkeypatch.setattr(CopyTransport, "send_with_all", lambda self: None)
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=BLOCK)
+    batch.add_request("a", [1, 2], 3)
+    batch.add_request("b", range(3, 11), 6)
+    builder = MetadataBuilder(batch, sent_fields.backend("block_table"), max_num_batched_tokens=8, transport="copy")
+    metadata = builder.capture(3)
+
+    class Graph:
+        def replay(self):
+            for _ in range(count - 1):
+                metadata.record_next()
+
+    steps = builder.run_ahead(4, bucket=3)
+    asked = steps.first.seq_start_loc  # what is kept of it for the steps that follow had not been sent
+    assert asked.tolist() == [0, 4, 11, 11]
+    for done in range(count, 5, count):
+        steps.replay(Graph(), count)
+        assert asked.tolist() == [0, 3 + done, 9 + 2 * done, 9 + 2 * done]
+        if done > 1:
+            with pytest.raises(AttncoreError, match=r"^metadata: seq_lens was not sent with step 1, and the device is"):
+                steps.first.seq_lens  # noqa: B018
 
 
 def test_a_graph_of_fewer_or_no_steps_is_refused():

@@ -53,7 +53,7 @@ class Segment(NamedTuple):
         whole tiles, and multiply the values behind a row's last key by 0: of padding those may be NaN.
         """
         count = self.num_keys
-        return tuple([part if len(part) == count else part[:count] for part in tensors])
+        return tuple([part if part.shape[0] == count else part[:count] for part in tensors])
 
     @property
     def tokens(self) -> slice:
