@@ -126,9 +126,10 @@ def is_cross(host: Any) -> bool:
     encoder, lengths = (getattr(host, name, None) for name in ("encoder_seq_lens", "seq_lens"))
     if encoder is None or lengths is None:
         return any(hasattr(host, name) for name in _CROSS)
-    tables = [getattr(host, name, None) for name in ("block_table", "cross_block_table")]
-    same_table = any(table is None for table in tables) or np.array_equal(*tables)
-    return np.array_equal(encoder, lengths) and same_table
+    if not np.array_equal(encoder, lengths):
+        return False
+    own, of_encoder = (getattr(host, name, None) for name in ("block_table", "cross_block_table"))
+    return own is None or of_encoder is None or np.array_equal(own, of_encoder)
 
 
 def own_arrays(host: Any) -> Any:
