@@ -15,6 +15,7 @@ listens on this machine alone (--host).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -214,5 +215,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a closed pipe
+            sys.stdout.flush()
         os._exit(130)  # at an ordinary end of Python the engine's thread, inside of torch, would abort the process

@@ -102,11 +102,12 @@ def test_half_of_torch_has_no_tensors(half_torch):
     batch = attncore.InputBatch(max_num_reqs=2, max_model_len=64, block_size=4)
     batch.add_request("a", np.array([1, 2]))
     assert attncore.AttentionRequest(**ASKED).dtype == ASKED["dtype"]
+    assert {*half_torch.asked} <= {"Tensor", "dtype"}  # types alone, which are names of it
 
 
 def test_a_module_whose_import_fails_meanwhile_does_not_come_back(monkeypatch):
     """Half of it would then pass for the whole."""
-    half = ModuleType("attncore_of_another_thread")
+    half = ModuleType("half_of_another_thread")
     half.__spec__ = importlib.machinery.ModuleSpec(half.__name__, None)
     half.__spec__._initializing = True
     stays = ModuleType("other_than_attncore")
