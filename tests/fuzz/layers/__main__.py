@@ -24,7 +24,11 @@ STEPS = 10
 BFLOAT16 = {"tolerance": 3e-2}
 ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
     "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
-    "flash3": (Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), tolerance=0.1), "flash", {"generation": "3"}),
+    "flash3": (
+        Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), **BFLOAT16, rounding=2**-4),
+        "flash",
+        {"generation": "3"},
+    ),
     "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
     "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
     "triton": (Sizes((16, 64), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16), "rocm", {"kernel": "triton"}),

@@ -9,8 +9,9 @@ from torch import Tensor
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distances: Tensor, *, scale: float,
     logits_soft_cap: float | None = None, alibi_slopes: list[float] | None = None, sinks: list[float] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output (heads, value size) and log-sum-exp (heads,) of ``query`` (heads, size).
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output (heads, value size) and log-sum-exp (heads,) of ``query`` (heads, size), and the output of the values'
+    magnitudes, (heads, value size): a kernel that rounds its probabilities is off by a share of these.
 
     ``keys`` (n, key-value heads, size) and ``values``; ``visible`` bool (n,) and ``distances`` (n,) are of the keys.
     """
@@ -25,6 +26,10 @@ def attend(
         scores = torch.cat((scores, torch.tensor(sinks, dtype=torch.float64)[:, None]), dim=1)
         values = torch.cat((values, torch.zeros(1, heads, values.shape[2], dtype=torch.float64)))
     if not scores.shape[1]:
-        return torch.zeros(heads, values.shape[2], dtype=torch.float64), torch.full((heads,), -torch.inf)
+        nothing = torch.zeros(heads, values.shape[2], dtype=torch.float64)
+        return nothing, torch.full((heads,), -torch.inf), nothing
     sums = scores.logsumexp(1)
-    return torch.einsum("hn,nhd->hd", torch.exp(scores - sums[:, None]), values), sums
+    output, magnitudes = (
+        torch.einsum("hn,nhd->hd", torch.exp(scores - sums[:, None]), one) for one in (values, values.abs())
+    )
+    return output, sums, magnitudes

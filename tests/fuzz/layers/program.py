@@ -310,25 +310,28 @@ class Program:
     def _compare(
         self, number: int, part: Part, queries: Tensor, step: Step, output: Tensor, sums: Tensor | None
     ) -> None:
-        layer = self.settings.layers[number]
+        layer, allowed = self.settings.layers[number], self.settings.sizes.tolerance
+        rounding = self.settings.sizes.rounding if self.settings.cache_dtype.startswith("fp8") else 0.0
         tokens = range(part.start, part.stop)
         if len(tokens) > MOST_COMPARED:
             tokens = [*tokens[:4], *self.draw.sample(tokens[4:-4], MOST_COMPARED - 8), *tokens[-4:]]
         for index in tokens:
-            expected = self._expected(layer, part, queries[index], step.tokens[index], step)
-            for found, wanted in zip((output, sums), expected, strict=True):
+            expected, its_sums, magnitudes = self._expected(layer, part, queries[index], step.tokens[index], step)
+            for found, wanted, off in ((output, expected, rounding * magnitudes), (sums, its_sums, 0.0)):
                 if found is None:
                     continue
-                mine, allowed = found[index - part.start].double(), self.settings.sizes.tolerance
+                mine = found[index - part.start].double()
                 wanted = torch.where(wanted.isinf(), torch.inf, wanted.double())
                 mine = torch.where(mine.isinf(), torch.inf, mine)  # no key is seen: of either sign
-                same = torch.isclose(mine, wanted, rtol=allowed, atol=allowed)
+                same = (mine == wanted) | ((mine - wanted).abs() <= allowed * (1 + wanted.abs()) + off)
                 assert same.all(), (
                     f"layer {number} {layer}, token {index} {step.tokens[index]}, part {part.how} of {step.counts}: "
                     f"{mine.flatten()[:4].tolist()} found, {wanted.flatten()[:4].tolist()} expected"
                 )
 
-    def _expected(self, layer: Layer, part: Part, query: Tensor, token: Token, step: Step) -> tuple[Tensor, Tensor]:
+    def _expected(
+        self, layer: Layer, part: Part, query: Tensor, token: Token, step: Step
+    ) -> tuple[Tensor, Tensor, Tensor]:
         request = self.requests.held[token.name]
         masks = "attn_type", "sliding_window"
         features = {name: value for name, value in layer.features.items() if name not in masks}

@@ -21,6 +21,8 @@ class Sizes:
     cache_dtypes: tuple[str, ...] = ("auto",)
     latent: bool = False
     tolerance: float = 2e-4
+    rounding: float = 0.0
+    """The largest relative error of a probability, as far as an fp8 cache makes the kernel round these."""
     model_len: int = 40
     windows: tuple[int, ...] = (1, 3, 5, 9)
 
