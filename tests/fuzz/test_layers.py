@@ -57,6 +57,18 @@ def test_flashinfer(seed):
     run(seed, backends.flashinfer())
 
 
+@examples(4)
+@given(seed=seeds)
+def test_latent_flash(patch, seed):
+    run(seed, backends.flash("3_vllm", patch, latent=True))
+
+
+@examples(4)
+@given(seed=seeds)
+def test_latent_flashinfer(seed):
+    run(seed, backends.flashinfer(latent=True))
+
+
 @pytest.mark.parametrize("variant", ["ck", "aiter", "aiter_paged"])
 @examples(6)
 @given(seed=seeds)

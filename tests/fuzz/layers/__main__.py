@@ -29,6 +29,8 @@ ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
         "flash",
         {"generation": "3"},
     ),
+    "flash3_latent": (Sizes(block_sizes=(16, 64), **backends.LATENT), "flash", {"generation": "3_vllm"}),
+    "flashinfer_latent": (Sizes(block_sizes=(1, 16, 64), **backends.LATENT), "flashinfer", {}),
     "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
     "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
     "triton": (Sizes((16, 64), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16), "rocm", {"kernel": "triton"}),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.layers.settings import Settings, Sizes, Tested
+from fuzz.layers.settings import Settings, Sizes, Tested, draw_settings
 
 import attncore
 from attncore import BackendConfig, Host
@@ -16,7 +17,10 @@ from attncore.reference import ReferenceBackend, attncore_backend
 PLUGINS = Path(__file__).parents[3] / "plugins"
 SPEC = attncore_backend()
 EXACT = ("auto", "auto", "fp8_e4m3", "fp8_e5m2")
-FOR_REFERENCE = Sizes(value_sizes=(4, 12), cache_dtypes=(*EXACT, "bfloat16"), latent=True)
+FOR_REFERENCE = Sizes(value_sizes=(4, 12), cache_dtypes=(*EXACT, "bfloat16"), latent=0.2)
+LATENT: dict[str, Any] = {
+    "head_sizes": (576,), "value_sizes": (512,), "layouts": ("NHD",), "tolerance": 3e-2, "latent": 1.0
+}  # fmt: skip
 FOR_BLOCKS_OF_16 = Sizes(head_sizes=(64,), block_sizes=(16,), tolerance=3e-2)
 
 
@@ -28,6 +32,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
         "block_size": settings.block_size,
         "kv_cache_layout": settings.layout,
         "kv_cache_dtype": settings.cache_dtype,
+        **({"use_mla": True, "head_size_v": settings.value_size} if settings.latent else {}),
     }
 
 
@@ -37,31 +42,31 @@ def reference(*, by_hand: bool) -> Tested:
     def make(settings: Settings) -> Any:
         return ReferenceBackend(
             BackendConfig(
-                dtype="float32",
-                use_mla=settings.latent,
-                head_size_v=settings.value_size,
                 spec=None if by_hand else SPEC,
-                **_fields(settings),
+                **{"dtype": "float32", "head_size_v": settings.value_size, **_fields(settings)},
             )
         )
 
     return Tested(make, frozenset(SPEC.features), "always" if by_hand else "never", FOR_REFERENCE)
 
 
-def flash(generation: str, patch: pytest.MonkeyPatch) -> Tested:
+def flash(generation: str, patch: pytest.MonkeyPatch, *, latent: bool = False) -> Tested:
     standin = _standins("attn-flash", "flash_standin")
     standin.install(patch, generation, standin.MADE[generation]())
     sizes = {
         "2": Sizes((64,), (), (256,), tolerance=3e-2, model_len=270, windows=(5, 260)),
         "4": FOR_BLOCKS_OF_16,
     }.get(generation, Sizes((16,), (), (1, 2, 4, 8, 16), ("auto", "fp8_e4m3"), tolerance=3e-2))
+    if latent:
+        sizes = Sizes(block_sizes=(1, 2, 8, 16), **LATENT)
     return _tested(lambda settings: standin.create(generation, **_fields(settings)), sizes)
 
 
-def flashinfer() -> Tested:
+def flashinfer(*, latent: bool = False) -> Tested:
     standin = _standins("attn-flashinfer", "flashinfer_standin")
-    sizes = Sizes((64,), (), (1, 2, 4, 8, 16), EXACT, tolerance=3e-2)
-    return _tested(lambda settings: standin.backend(**_fields(settings)), sizes, on_device=True)
+    sizes = Sizes(**LATENT) if latent else Sizes((64,), (), (1, 2, 4, 8, 16), EXACT, tolerance=3e-2)
+    make = standin.latent_backend if latent else standin.backend
+    return _tested(lambda settings: make(**_fields(settings)), sizes, on_device=True)
 
 
 def rocm(variant: str, patch: pytest.MonkeyPatch) -> Tested:
@@ -83,7 +88,7 @@ def selected(sizes: Sizes, device: str, host: Host | None = None, **asked: Any) 
 
 def _tested(make: Any, sizes: Sizes, *, finite: bool = False, on_device: bool = False) -> Tested:
     """What the spec of a backend says, for the first of each size."""
-    first = Settings(sizes, 4, 2, sizes.head_sizes[0], sizes.head_sizes[0], False, sizes.block_sizes[-1], "NHD", "auto")
+    first = draw_settings(random.Random(0), sizes)
     spec = make(first).spec
     finite = finite or spec.finite_tail or spec.finite_passed_blocks
     return Tested(make, frozenset(spec.features), spec.cuda_graph, sizes, on_device, finite)

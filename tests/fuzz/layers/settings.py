@@ -19,7 +19,9 @@ class Sizes:
     """Sizes of a value head other than of a key head."""
     block_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16)
     cache_dtypes: tuple[str, ...] = ("auto",)
-    latent: bool = False
+    layouts: tuple[str, ...] = ("NHD", "HND")
+    latent: float = 0.0
+    """How often its caches are latent ones."""
     tolerance: float = 2e-4
     rounding: float = 0.0
     """The largest relative error of a probability, as far as an fp8 cache makes the kernel round these."""
@@ -84,13 +86,14 @@ class Tested:
 
 def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
     """Sizes alone; ``draw_groups`` and ``draw_layers`` need the backend that is made of them."""
-    latent = sizes.latent and draw.random() < 0.2
+    latent = draw.random() < sizes.latent
     heads, kv_heads = (4, 1) if latent else draw.choice([(4, 2), (4, 4), (4, 1), (2, 2), (6, 2)])
     head_size = draw.choice(sizes.head_sizes)
-    smaller = draw.random() < 0.3 and [size for size in sizes.value_sizes if not latent or size < head_size]
+    others = [size for size in sizes.value_sizes if not latent or size < head_size]
+    smaller = others if sizes.latent == 1.0 or draw.random() < 0.3 else []
     return Settings(
         sizes, heads, kv_heads, head_size, draw.choice(smaller) if smaller else head_size, latent,
-        draw.choice(sizes.block_sizes), draw.choice(["NHD", "HND"]), draw.choice(sizes.cache_dtypes),
+        draw.choice(sizes.block_sizes), draw.choice(sizes.layouts), draw.choice(sizes.cache_dtypes),
     )  # fmt: skip
 
 
