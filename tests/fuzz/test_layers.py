@@ -24,9 +24,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def run(seed, tested):
-    program = Program(random.Random(seed), tested)
-    for _ in range(STEPS):
-        program.step()
+    Program(random.Random(seed), tested).run(STEPS)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["selected", "by hand"])

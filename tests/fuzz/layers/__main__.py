@@ -12,6 +12,7 @@ import random
 import sys
 import time
 import traceback
+from dataclasses import replace
 
 import torch
 from fuzz.layers import backends
@@ -45,7 +46,7 @@ def tested(name: str) -> Tested:
             sizes, "cpu", Host.probe(), dtype="float32", backend="rocm", options={"rocm": {"kernel": name}}
         )
     sizes, backend, options = ON_GPU[name]
-    return backends.selected(sizes, "cuda:0", backend=backend, options={backend: options})
+    return replace(backends.selected(sizes, "cuda:0", backend=backend, options={backend: options}), lags=True)
 
 
 def main(name: str, first: int, count: int, seconds: float = math.inf) -> int:
@@ -58,9 +59,7 @@ def main(name: str, first: int, count: int, seconds: float = math.inf) -> int:
             break
         ran += 1
         try:
-            program = Program(random.Random(seed), under_test)
-            for _ in range(STEPS):
-                program.step()
+            Program(random.Random(seed), under_test).run(STEPS)
         except Exception:
             failed += 1
             print(f"{name}, seed {seed}:")

@@ -76,5 +76,9 @@ class Numbers:
         if self.draw.random() < 0.3:
             shape, part = (tokens, heads + 2, size + 16), (slice(None), slice(1, 1 + heads), slice(8, 8 + size))
         wide = torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)[part]
-        wide[: len(rows)] = rows.to(self.device)
+        wide[: len(rows)] = self.sent(rows)
         return wide
+
+    def sent(self, rows: Tensor) -> Tensor:
+        """``rows`` on the device, which the host does not wait for."""
+        return rows.pin_memory().to(self.device, non_blocking=True) if "cuda" in str(self.device) else rows

@@ -18,7 +18,7 @@ class CapturedLayers:
         numbers: Numbers, each: int | None, with_lse: bool,
     ) -> None:  # fmt: skip
         """``metadata`` is what ``capture`` gave; ``each``: the tokens of a row, None where rows are of any length."""
-        self.each, tokens = each, metadata.num_tokens
+        self.numbers, self.each, tokens = numbers, each, metadata.num_tokens
 
         def zeros(heads: int, size: int) -> Tensor:
             return torch.zeros(tokens, heads, size, dtype=numbers.dtype, device=numbers.device)
@@ -59,9 +59,9 @@ class CapturedLayers:
             *((one, other) for key, both in self.new.items() if key[0] != "cross"
               for one, other in zip(both, new[key], strict=True)),
         ]:  # fmt: skip
-            held[:count] = fresh
+            held[:count] = self.numbers.sent(fresh)
             held[count:] = float("nan")
         metadata.replay(self.graph)
-        found = [output[:count].cpu().clone() for output in self.outputs]
-        return [(output, sums[:count].cpu().clone() if self.with_lse else None) for output, sums in
+        found = [output[:count].clone() for output in self.outputs]
+        return [(output, sums[:count].clone() if self.with_lse else None) for output, sums in
                 zip(found, self.sums, strict=True)]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from builder.adopted.adopted_engine import as_on_a_device
+from fuzz.layers.caches import Numbers
 from fuzz.layers.requests import Requests
 from fuzz.layers.settings import MAX_REQS, Settings
 
@@ -40,8 +41,16 @@ class Part:
 
 
 class Parts:
-    def __init__(self, draw: random.Random, settings: Settings, requests: Requests, backends: dict[str, Any]) -> None:
-        self.draw, self.settings, self.requests, self.backends = draw, settings, requests, backends
+    def __init__(
+        self, draw: random.Random, settings: Settings, requests: Requests, backends: dict[str, Any], numbers: Numbers
+    ) -> None:
+        self.draw, self.settings, self.requests, self.backends, self.numbers = (
+            draw,
+            settings,
+            requests,
+            backends,
+            numbers,
+        )
         self.adopting: dict[str, AdoptedSteps] = {}
 
     def of(self, step: Part, counts: dict[str, int], *, trees: bool) -> list[Part]:
@@ -141,15 +150,14 @@ class Parts:
                 if self.backends[group.name].name != "reference" and self.draw.random() < 0.5:  # it asks for host slots
                     as_on_a_device(self.adopting[group.name])
             lengths = torch.tensor([span.stop for span in spans]).int()
-            device = self.backends[group.name].config.device
             given = {
                 "query_start_loc": starts,
                 "seq_lens": lengths,
                 "slot_mapping": torch.tensor(slots, dtype=torch.int64),
             }
             found[group.name] = self.adopting[group.name].build(
-                **{name: one.to(device) for name, one in given.items()},
-                block_table=wide.to(device)[:, :columns],
+                **{name: self.numbers.sent(one) for name, one in given.items()},
+                block_table=self.numbers.sent(wide)[:, :columns],
                 host_query_start_loc=starts.numpy(),
                 host_seq_lens=lengths.numpy(),
             )

@@ -82,6 +82,8 @@ class Tested:
     """Whether steps are sent as to a device always, also without a copy on a CPU."""
     finite: bool = False
     """Whether a cache's slots that are nobody's hold numbers, and not NaN."""
+    lags: bool = False
+    """Whether the device is kept some steps behind the host, so that what a step reads too late has changed."""
 
 
 def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
