@@ -30,7 +30,7 @@ ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
         "flash",
         {"generation": "3"},
     ),
-    "flash3_latent": (Sizes(block_sizes=(16, 64), **backends.LATENT), "flash", {"generation": "3_vllm"}),
+    "flash3_latent": (Sizes(block_sizes=(16, 64), **backends.LATENT), "flash", {"generation": "3"}),
     "flashinfer_latent": (Sizes(block_sizes=(1, 16, 64), **backends.LATENT), "flashinfer", {}),
     "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
     "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
