@@ -294,6 +294,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     def _decode_view(self) -> CommonAttentionMetadata | None:
         if not self.num_decode_tokens:
             return None
+        if self.use_cuda_graph and not self.from_groups:
+            return self  # all rows of a padded step are decodes, and a graph reads the addresses that later ones have
         first = 0 if self.decodes_first else self.num_prefills
         start = 0 if self.decodes_first else self.num_prefill_tokens
         return self._view(
@@ -312,7 +314,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         ``whole_encoder``: the encoder fields cover all rows, as in views of the first generation.
         """
         host, encoder_counts = slices.slice_host(self.host, first, last, start, stop, whole_encoder)
-        if whole_encoder:  # of all requests, of which this may be a view of some
+        if whole_encoder or -1 in encoder_counts.values():  # of all requests, of which this may be a view of some
             encoder_counts = {name: getattr(self, name) for name in encoder_counts}
         none = dict.fromkeys(COUNTS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
         values_of_view = none | counts | encoder_counts | {

@@ -152,13 +152,15 @@ def replaced(host: Any) -> str | None:
 def slice_host(
     whole: Any, first: int, last: int, start: int, stop: int, whole_encoder: bool = False
 ) -> tuple[HostArrays, dict[str, int]]:
-    """Rows first:last and tokens start:stop of a step's host arrays, and the counts of its encoder tokens.
+    """Rows first:last and tokens start:stop of a step's host arrays, and the counts of its encoder tokens; -1 where who
+    sent it has skipped what says them.
 
     ``whole_encoder``: the encoder's arrays cover all rows, as in views of the first generation.
     """
     host = HostArrays()
     arrays, memory = vars(host._arrays), whole._memory
-    for name, length, rebase, of_encoder in _WITHOUT_ENCODER if memory("encoder_seq_lens") is None else _WITH_ENCODER:
+    has_encoder = _has_encoder(whole)
+    for name, length, rebase, of_encoder in _WITH_ENCODER if has_encoder else _WITHOUT_ENCODER:
         array = memory(name)
         if name == "span_ends" and _does_without(whole, array, start, stop):
             arrays[name] = array = None
@@ -166,12 +168,22 @@ def slice_host(
             continue
         if length is Length.ENCODER_TOKEN and memory("encoder_query_start_loc") is None:
             continue  # skipped by who sent the step: whose tokens these are is not known
-        rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
-        arrays[name] = rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start)
+        if of_encoder and whole_encoder:
+            arrays[name] = array
+            continue
+        arrays[name] = rebased(_cut(array, length, (first, last), (start, stop), whole), rebase, first, start)
     indptr = memory("paged_kv_indptr")
     if indptr is not None:
         vars(host)["_pages"] = whole, indptr[first], indptr[last]
-    return host, _encoder_counts(host, whole, 0 if whole_encoder else first)
+    return host, _encoder_counts(host, whole, 0 if whole_encoder else first) if has_encoder else {}
+
+
+def _has_encoder(whole: Any) -> bool:
+    """Whether a step has fields of encoders; who sent it may have skipped their lengths."""
+    if whole._memory("encoder_seq_lens") is not None:
+        return True
+    held = whole._arrays
+    return not isinstance(held, dict) and not ENCODER_ARRAYS.isdisjoint(vars(held))
 
 
 def _does_without(whole: Any, span_ends: Any, start: int, stop: int) -> bool:
@@ -208,9 +220,11 @@ def _cut(array: Any, length: Length, rows: tuple[int, int], tokens: tuple[int, i
 
 
 def _encoder_counts(host: Any, whole: Any, first: int) -> dict[str, int]:
-    lens = host._own("encoder_seq_lens")
+    lens, starts = host._own("encoder_seq_lens"), host._own("encoder_seq_start_loc")
+    if lens is None and starts is not None:
+        lens = np.diff(starts)
     if lens is None:
-        return {}
+        return dict.fromkeys(("num_encoder_tokens", "max_encoder_seq_len"), -1)
     queries = whole._memory("query_lens")
     unpadded = lens if queries is None else lens[: max(0, len(queries) - first)]  # the list builder pads lengths with 1
     return {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}

@@ -1,5 +1,7 @@
 """Metadata from fields that another rank sent."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, Me
 from attncore.builder import metadata_from_fields as received
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, Length
 from attncore.builder.received_metadata import received as metadata_of
-from attncore.reference import ReferenceBackend
+from attncore.reference import ReferenceBackend, attncore_backend
+
+SPEC = dataclasses.replace(attncore_backend(), cuda_graph="uniform_decode")
 
 
 def persistent():
@@ -111,6 +115,20 @@ def test_a_padded_step_says_what_of_it_is_real():
     builder.capture(4)
     arrived = received(builder.build(bucket=4).asdict_zerocopy())
     assert (arrived.num_reqs, arrived.num_actual_reqs, arrived.num_actual_tokens) == (4, 1, 1)
+
+
+def test_the_decodes_of_a_padded_step_are_the_step():
+    """As of the step that was sent: a view of it would count the encoder tokens of padded rows."""
+    groups = [KVCacheGroup("decoder", 4), KVCacheGroup("encoder", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=16, max_encoder_len=8, groups=groups)
+    config = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
+    backend = ReferenceBackend(dataclasses.replace(config, spec=dataclasses.replace(SPEC, pad_seq_len=1)))
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    batch.add_request("a", {"decoder": [1, 2], "encoder": [3]}, 4, encoder_seq_len=3, encoder_computed=True)
+    builder.capture(4)
+    arrived = received(builder.build(bucket=4).asdict_zerocopy())
+    decodes = arrived.decode_metadata
+    assert (decodes.num_encoder_tokens, decodes.num_actual_reqs) == (3, 1)
 
 
 @pytest.mark.parametrize("build", [persistent, list_step])
@@ -219,6 +237,27 @@ def test_tokens_of_encoders_are_left_out_of_views_where_their_starts_were_skippe
     view = received(step.asdict_zerocopy({"encoder_query_start_loc"})).prefill_metadata
     assert "cross_slot_mapping" not in dir(view.host)
     assert view.slot_mapping.tolist() == [12, 13]
+
+
+def with_encoders():
+    groups = [KVCacheGroup("decoder", 4), KVCacheGroup("encoder", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=16, max_encoder_len=8, groups=groups)
+    for index, length in enumerate((3, 5)):
+        blocks = {"decoder": [1 + index], "encoder": [3 + 2 * index, 4 + 2 * index]}
+        batch.add_request(index, blocks, encoder_seq_len=length)
+    return MetadataBuilder(batch, max_num_batched_tokens=8).build({0: 1, 1: 3})
+
+
+@pytest.mark.parametrize(
+    ("skipped", "counts"),
+    [({"encoder_seq_lens"}, (5, 5)), ({"encoder_seq_lens", "encoder_seq_start_loc"}, (8, 5))],
+)
+def test_views_of_a_step_that_came_without_lengths_of_encoders_have_the_other_fields(skipped, counts):
+    """The counts are those of the step where nothing says which are the view's."""
+    view = received(with_encoders().asdict_zerocopy(skipped)).prefill_metadata
+    assert (view.encoder_query_lens.tolist(), view.encoder_query_start_loc.tolist()) == ([5], [0, 5])
+    assert view.cross_slot_mapping.tolist() == [20, 21, 22, 23, 24]
+    assert (view.num_encoder_tokens, view.max_encoder_seq_len) == counts
 
 
 @pytest.mark.parametrize(

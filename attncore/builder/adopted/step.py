@@ -259,10 +259,6 @@ class AdoptedStep(CommonAttentionMetadata):
             raise CaptureError("replay: this step is of no captured size; run it without a graph")
         graph.replay()
 
-    def _decode_view(self) -> CommonAttentionMetadata | None:
-        # All rows of a captured size are decodes, and a graph records the addresses that later steps have too.
-        return self if self.use_cuda_graph else super()._decode_view()
-
     def _view(
         self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
     ) -> CommonAttentionMetadata:

@@ -150,7 +150,12 @@ class CopyTransport:
 
     def record_next(self, shape: Any) -> None:
         """Called between two steps that are captured in one graph: the device advances the first."""
-        views = self.views(shape.capacity)
+        graphs.launch(self._advance, shape.capacity)  # a stand-in for a graph repeats what is launched alone
+
+    def _advance(self, capacity: Capacity) -> None:
+        views = self.views(capacity)
+        if not self._cuda and self._arena[:HEADER_NBYTES].view(torch.int64)[HEADER_RUNNING] > 0:
+            self._sender.last = -1  # a stand-in's Python runs on, and finds the host's counts no longer the device's
         self.ahead.compute(self._arena, views, self.ahead.start_of(views), 1, self.page_lists)
 
     def replay(self, step: int, graph: Any) -> None:

@@ -219,10 +219,6 @@ class StepMetadata(Reused, CommonAttentionMetadata):
         """``read_alone`` of tables on the device."""
         return read_alone(self._owner.core.state, self._arena, read)
 
-    def _decode_view(self) -> CommonAttentionMetadata | None:
-        # All rows of a padded step are decodes, and a graph must record the addresses that later steps have too.
-        return self if self.use_cuda_graph else super()._decode_view()
-
     def _prefill_view(self) -> CommonAttentionMetadata | None:
         view = super()._prefill_view()
         if view is not None and "prefill_seq_start_loc" in self._arrays:
