@@ -118,18 +118,25 @@ def is_cross(host: Any) -> bool:
     """Whether the keys are an encoder's (a cross group), and not those of the step's tokens: asked of a whole step.
 
     The host of a step on a device has no slots of these, and who sent a step may have skipped them. Then the lengths
-    tell it, which are the encoder's in a cross group, and the table; fields of the cross group alone where these were
-    skipped, too, for a decoder group that is sent has them as well.
+    tell it, which are the encoder's in a cross group and count the tokens elsewhere, and the table; fields of the cross
+    group alone where these were skipped, too, for a decoder group that is sent has them as well.
     """
     if hasattr(host, "slot_mapping"):
         return False
-    encoder, lengths = (getattr(host, name, None) for name in ("encoder_seq_lens", "seq_lens"))
-    if encoder is None or lengths is None:
-        return any(hasattr(host, name) for name in _CROSS)
-    if not np.array_equal(encoder, lengths):
-        return False
+    names = "seq_lens", "encoder_seq_lens", "context_lens", "query_lens"
+    lengths, encoder, contexts, queries = (getattr(host, name, None) for name in names)
+    if lengths is not None and encoder is not None:
+        return np.array_equal(encoder, lengths) and _same_table(host, unless_missing=True)
+    counted = contexts is not None and queries is not None and len(contexts) == len(queries)
+    if lengths is not None and counted and np.array_equal(contexts + queries, lengths):
+        return _same_table(host, unless_missing=False)
+    return any(hasattr(host, name) for name in _CROSS)
+
+
+def _same_table(host: Any, *, unless_missing: bool) -> bool:
+    """Whether a step's table is that of its encoder's tokens; ``unless_missing`` where one of them was skipped."""
     own, of_encoder = (getattr(host, name, None) for name in ("block_table", "cross_block_table"))
-    return own is None or of_encoder is None or np.array_equal(own, of_encoder)
+    return unless_missing if own is None or of_encoder is None else np.array_equal(own, of_encoder)
 
 
 def own_arrays(host: Any) -> Any:

@@ -188,6 +188,8 @@ def test_a_slice_of_what_came_with_fields_skipped_has_the_others(skipped):
         {"slot_mapping", "cross_slot_mapping"},
         {"slot_mapping", "positions", "logits_indices"},
         {"slot_mapping", "cross_slot_mapping", "cross_block_table"},
+        {"slot_mapping", "encoder_seq_lens"},
+        {"slot_mapping", "encoder_seq_lens", "cross_block_table"},
     ],
 )
 def test_a_step_with_encoders_that_came_without_slots_is_cut(skipped, group):
