@@ -118,11 +118,13 @@ def test_the_workflow_and_the_readme_run_commands_that_exist(rendered):
             assert words[0] in {"python", "pip", "pytest", "ruff", "twine", "git"}, line
 
 
-def test_what_is_written_is_formatted_and_without_findings(rendered):
+@pytest.mark.parametrize("name", ["acme-x", "a" * 64, "a"])
+def test_what_is_written_is_formatted_and_without_findings(tmp_path, name):
     if not importlib.util.find_spec("ruff"):
         pytest.skip("ruff is not installed")
+    assert main(["new-backend", name, str(tmp_path)]) == 0
     for words in (["check", "."], ["format", "--check", "."]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *words], cwd=rendered, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "ruff", *words], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
