@@ -144,8 +144,10 @@ def _modified(module: str) -> dict[str, int]:
     found = [(file, root) for root in roots for file in root.glob("**/*") if "__pycache__" not in file.parts]
     if not roots and origin is not None:
         found.append((origin, origin.parent))
+    archives = {above for place in (*roots, origin) if place for above in place.parents if above.is_file()}
+    found += [(file, file.parent) for file in sorted(archives)]  # one that is imported from a zip file
     return {
-        f"{roots.index(root) if roots else 0}/{file.relative_to(root).as_posix()}": file.stat().st_mtime_ns
+        f"{roots.index(root) if root in roots else 0}/{file.relative_to(root).as_posix()}": file.stat().st_mtime_ns
         for file, root in found
         if file.is_file()
     }

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
@@ -318,6 +319,16 @@ def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeyp
     before = _modified("pack.a.k")
     os.utime(tmp_path / "pack" / "a" / "k.cu", (1, 1))  # compiled when it runs
     assert _modified("pack.a.k") != before
+
+
+def test_another_zip_file_that_a_plugin_is_imported_from_is_seen(tmp_path, monkeypatch):
+    archive = tmp_path / "wheel.zip"
+    with zipfile.ZipFile(archive, "w") as written:
+        for name in ("zipped/__init__.py", "zipped/kernel.py", "zipped_module.py"):
+            written.writestr(name, "")
+    os.utime(archive, (1, 1))
+    monkeypatch.syspath_prepend(archive)
+    assert _modified("zipped.kernel") == _modified("zipped_module") == {"0/wheel.zip": 10**9}
 
 
 def test_a_change_in_another_module_of_the_distribution_is_seen(tmp_path, monkeypatch):
