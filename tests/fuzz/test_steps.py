@@ -18,7 +18,7 @@ STEPS = 12
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(20)
+@examples(16)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_steps(kernels, seed):
     with closing(Program(random.Random(seed), kernels)) as program:

@@ -35,7 +35,7 @@ def new_backends(settings: Settings, planned: Callable[[Any], None]) -> dict[str
     for name, group in settings.kernel_groups.items():
         config = _config(group.size // (settings.rank.world if settings.rank else 1))
         spec = dataclasses.replace(
-            config.spec, host_lengths="bounded", host_needs=frozenset(), device_needs=settings.device_needs,
+            config.spec, host_lengths="bounded", host_needs=frozenset(), device_needs=settings.device_needs[name],
             pad_seq_len=settings.pad_seq_len, cuda_graph="always",
         )  # fmt: skip
         config = dataclasses.replace(config, spec=spec)

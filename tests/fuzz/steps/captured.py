@@ -27,7 +27,7 @@ class CapturedSize:
         self.names = frozenset(draw.sample(WORDS, draw.randint(0, len(WORDS))))
         """What the graph reads."""
         if settings.transport == "graph":  # what nobody declares is there behind a replay, and not inside it
-            self.names -= {"paged_kv_indices"} - settings.device_needs
+            self.names -= {"paged_kv_indices"} - frozenset.intersection(*settings.device_needs.values())
         self.waiting: deque[Part] = deque()
         """What the next replays see."""
         one_each = padded[2] == 1 and not self.of_tokens

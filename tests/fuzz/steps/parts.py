@@ -139,7 +139,7 @@ class Parts:
             skipped |= set(self.draw.sample(sorted(ARRAYS - DERIVED), self.draw.randint(1, 4)))
         arrived = {}
         backends = self.backends if self.backends and self.draw.random() < 0.5 else None
-        needs = self.settings.device_needs if backends else frozenset()
+        needs = frozenset().union(*self.settings.device_needs.values()) if backends else frozenset()
         if {"paged_kv_num_pages"} & needs:
             needs |= {"paged_kv_indptr"}
         drafts = part.rank is not None and any(row.decode and row.count > 1 for row in part.rows)

@@ -19,7 +19,8 @@ from fuzz.steps.parts import Parts
 from fuzz.steps.requests import Requests
 from fuzz.steps.rows import Row
 from fuzz.steps.schedule import Schedule, draw_ahead, draw_schedule
-from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, draw_settings
+from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, draw_needs, draw_settings
+from interrupted_calls import AtOpcode
 
 from attncore import MetadataBuilder
 
@@ -37,10 +38,8 @@ class Program:
         self.settings = settings = draw_settings(draw, kernels)
         self.patches = ExitStack()
         self.requests = Requests(draw, settings)
-        self.backends = new_backends(settings, self._planned) if settings.backend else None
         self.rejected = torch.zeros(MAX_REQS, dtype=torch.int32) if settings.overlap else None
         self.comparer = Comparer(draw, settings)
-        self.parts = Parts(draw, settings, self.backends)
         self.captured: dict[Any, CapturedSize] = {}
         """By bucket."""
         self.verdicts: dict[str, int] = {}
@@ -52,6 +51,13 @@ class Program:
         self.last: Part | None = None
         other: dict[str, Any] = {"max_num_batched_tokens": MAX_TOKENS, "decode_threshold": settings.threshold}
         self.other = MetadataBuilder(self.requests.batch, **other)
+        self._new_builder()
+        self._capture()
+
+    def _new_builder(self) -> None:
+        draw, settings = self.draw, self.settings
+        self.backends = new_backends(settings, self._planned) if settings.backend else None
+        self.parts = Parts(draw, settings, self.backends)
         with mock.patch.dict("os.environ", {"ATTNCORE_POISON": str(int(settings.poison))}):
             self.builder = new_builder(settings, self.requests.batch, self.backends, self.rejected, self.patches)
         for column in draw.sample([self.requests.ids, self.requests.number], 2):
@@ -59,6 +65,16 @@ class Program:
         self.per = draw.choice(["token", "request", None])
         if self.per:
             self.builder.register_field("checked", "int64", self.per, self._fill)
+
+    def _renew(self) -> None:
+        """Another builder in the place of the one that is closed, over the same requests; other fields are declared."""
+        for bucket in self.captured:
+            self.builder.release(bucket)
+        self.captured.clear()
+        self.builder.close()
+        self._forget()
+        draw_needs(self.draw, self.settings)
+        self._new_builder()
         self._capture()
 
     def close(self) -> None:
@@ -119,6 +135,8 @@ class Program:
         requests.gone.clear()
         if draw.random() < 0.1:
             self._capture()
+        if not self.verdicts and draw.random() < 0.04:
+            self._renew()
         bucket = draw.choice(list(self.captured)) if self.captured and draw.random() < 0.4 else None
         overlapped = bool(self.verdicts) and draw.random() < 0.7
         before = self.verdicts
@@ -144,7 +162,14 @@ class Program:
         if draw.random() < 0.15 and (self.per or self.settings.planned):
             self._fail(schedule, bucket)
         self.building = schedule
-        metadata = self.builder.build(*schedule.given, **schedule.options, **({"bucket": bucket} if bucket else {}))
+        metadata = None
+        if draw.random() < 0.1 and self.settings.transport != "graph":  # to take a step back waits for a GPU
+            metadata = self._interrupted(schedule, bucket)
+        if metadata is None:
+            metadata = self.builder.build(*schedule.given, **schedule.options, **({"bucket": bucket} if bucket else {}))
+            if bucket is not None and self.settings.transport == "graph" and draw.random() < 0.2:
+                metadata.abandon()
+                metadata = self.builder.build(*schedule.given, **schedule.options, bucket=bucket)
         self.building = None
         whole = self._whole(metadata, schedule, bucket)
         if self.settings.planned:
@@ -179,6 +204,22 @@ class Program:
             named = (name not in self.requests.gone for name in self.last.names_of_rows)
             if all(named) and not self.settings.poison:
                 self.comparer.compare(replace(self.last, stale=True), some=0.5)
+
+    def _interrupted(self, schedule: Schedule, bucket: Any) -> Any:
+        """A build that an exception from outside interrupts: its step, where it has happened, or None."""
+        before = self.builder.last_step
+        options = {"bucket": bucket} if bucket else {}
+        with AtOpcode(self.draw.choice([200, 800, 3000, self.draw.randrange(3000)])) as interrupt:
+            metadata = self.builder.build(*schedule.given, **schedule.options, **options)
+        if not interrupt.fired:
+            return metadata
+        if self.builder.last_step > before:
+            assert self.builder.last_metadata is not None
+            return self.builder.last_metadata
+        assert self.builder.last_step == before
+        if self.last is not None and self.builder.last_metadata is not None and self.settings.depth > 1:
+            self.comparer.compare(replace(self.last, stale=True), some=0.5)
+        return None
 
     def _fill(self, metadata: Any, out: Any) -> None:
         self._inside(metadata, "fill")
@@ -257,9 +298,16 @@ class Program:
             else:
                 steps.replay(size.graphs[several], several)
             assert not size.waiting
+        if 0 < until < count and draw.random() < 0.4:
+            names = [name for name in order if draw.random() < 0.4]
+            for name in names:
+                requests.held[name].computed += count  # of which some are given back
+                requests.leave(name, draw.choice(["remove", "preempt"]))
+            first = [row for row in first if row.name not in names]
+            every = []
         if until < count or draw.random() < 0.2:
             assert steps.stop() == until
-        for index in range(until):
+        for index in range(until if every else 0):
             part = Part(dict(steps[index].groups), every[index], every[index], (f"steps[{index}]",), None, size.padded,
                         whole=False)  # fmt: skip
             self.comparer.compare(part)

@@ -70,14 +70,9 @@ class Requests:
         draw, request = self.draw, self.held[name]
         chance = draw.random()
         if request.computed > MODEL_LEN - 14 or chance < 0.07:
-            self.gone.add(name)
-            self._give_back(name, self.batch.remove_request(name))
-            del self.held[name]
+            self.leave(name, "remove")
         elif chance < 0.12:
-            self.gone.add(name)
-            self._give_back(name, self.batch.preempt(name))
-            request.blocks = {group: [] for group in request.blocks}
-            request.computed, request.encoded, request.late, request.tree, request.paused = 0, False, 0, None, True
+            self.leave(name, "preempt")
         elif chance < 0.2:
             self._roll_back(name)
         elif chance < 0.3:
@@ -92,6 +87,18 @@ class Requests:
         elif chance < 0.6:
             request.own = [draw.randrange(1000) for _ in range(self.width)]
             self.ids[name] = request.own if self.width > 1 else request.own[0]
+
+    def leave(self, name: str, how: str) -> None:
+        """The request is removed, or preempted."""
+        request = self.held[name]
+        self.gone.add(name)
+        if how == "remove":
+            self._give_back(name, self.batch.remove_request(name))
+            del self.held[name]
+            return
+        self._give_back(name, self.batch.preempt(name))
+        request.blocks = {group: [] for group in request.blocks}
+        request.computed, request.encoded, request.late, request.tree, request.paused = 0, False, 0, None, True
 
     def _give_back(self, name: str, blocks: Any) -> None:
         mine = self.held[name].blocks

@@ -34,7 +34,8 @@ class Settings:
     planned: bool = False
     """Whether backends plan each step."""
     poison: bool = False
-    device_needs: frozenset[str] = frozenset()
+    device_needs: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    """Of each group's backend."""
 
     @property
     def kernel_groups(self) -> dict[str, Group]:
@@ -90,5 +91,13 @@ def draw_settings(draw: random.Random, kernels: str) -> Settings:
     if special != "states" and not (rank and found.backend):
         found.threshold = draw.choice([3, 6]) if found.trees else draw.choice([1, 2, 4])
     found.pad_seq_len = draw.choice([0, 1]) if found.backend else 0
-    found.device_needs = frozenset(draw.sample(WORDS, draw.randint(0, len(WORDS)))) if found.backend else frozenset()
+    draw_needs(draw, found)
     return found
+
+
+def draw_needs(draw: random.Random, settings: Settings) -> None:
+    """Which fields the backends declare."""
+    settings.device_needs = {
+        group.name: frozenset(draw.sample(WORDS, draw.randint(0, len(WORDS)))) if settings.backend else frozenset()
+        for group in settings.groups
+    }
