@@ -101,19 +101,24 @@ def _count(name: str, value: Any) -> int | bool:
 
 
 def _check_counts(values: Mapping[str, int | bool]) -> None:
-    """ValueError where decodes and prefills are not the requests, and their tokens the step's; padded rows of a
-    captured size are neither.
+    """ValueError where decodes and prefills are not the requests, and their tokens the step's; padded rows are
+    neither.
     """
     pairs = [("num_reqs", ("num_decodes", "num_prefills")), ("num_tokens", ("num_decode_tokens", "num_prefill_tokens"))]
     for whole, parts in pairs:
         found = sum(values[name] for name in parts)
-        if found > values[whole] or (found < values[whole] and not values["use_cuda_graph"]):
+        if found > values[whole] or (found < values[whole] and not _may_be_padded(values)):
             raise ValueError(
                 f"fields[{whole!r}]: {values[whole]} found, but {' and '.join(parts)} are {found} together"
             )
     for whole, name in (("num_reqs", "num_actual_reqs"), ("num_tokens", "num_actual_tokens")):
         if values.get(name, 0) > values[whole]:
             raise ValueError(f"fields[{name!r}]: {values[name]} found, more than {whole} {values[whole]}")
+
+
+def _may_be_padded(values: Mapping[str, int | bool]) -> bool:
+    """Whether there may be rows of no request: of a captured size, and of slices of one of the list builder."""
+    return bool(values["use_cuda_graph"] or values.get("from_groups"))
 
 
 def _check_lengths(host: Any, values: Mapping[str, int | bool]) -> None:
@@ -192,7 +197,7 @@ def _check_rows(host: Any, values: Mapping[str, int | bool]) -> None:
     border = int(starts[values[f"num_{first}s"] if values[f"num_{last}s"] else -1])
     for kind, found in ((first, border), (last, int(starts[-1]) - border)):
         tokens = values[f"num_{kind}_tokens"]
-        if found > tokens or (found < tokens and not values["use_cuda_graph"]):
+        if found > tokens or (found < tokens and not _may_be_padded(values)):
             raise ValueError(f"fields['num_{kind}_tokens']: {tokens} found, but query_start_loc counts {found}")
 
 

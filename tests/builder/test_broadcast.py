@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from attncore import BackendConfig, CommonAttentionMetadata
-from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import (
+    BatchSlice,
+    CommonMetadataBuilder,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+    slice_metadata,
+)
 from attncore.builder import metadata_from_fields as received
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, Length
 from attncore.builder.received_metadata import received as metadata_of
@@ -115,6 +124,16 @@ def test_a_padded_step_says_what_of_it_is_real():
     builder.capture(4)
     arrived = received(builder.build(bucket=4).asdict_zerocopy())
     assert (arrived.num_reqs, arrived.num_actual_reqs, arrived.num_actual_tokens) == (4, 1, 1)
+
+
+def test_a_slice_of_a_step_of_the_list_builder_that_is_padded_is_sent():
+    """It is of no captured size, and has padded rows that are neither decodes nor prefills."""
+    decode = SequenceGroup(False, [Sequence(0, 1, 1, [9])])
+    step = CommonMetadataBuilder(4, max_seq_len_to_capture=16).build([decode], 2)
+    part = slice_metadata(step, BatchSlice(0, 2, 0, 2))
+    arrived = received(part.asdict_zerocopy())
+    assert (arrived.num_reqs, arrived.num_decodes, arrived.num_decode_tokens) == (2, 1, 2)
+    assert arrived.slot_mapping.tolist() == [37, -1]
 
 
 def test_the_decodes_of_a_padded_step_are_the_step():

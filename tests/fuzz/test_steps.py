@@ -10,11 +10,21 @@ from contextlib import closing
 
 import pytest
 from fuzz.budget import examples
+from fuzz.steps.list_program import ListProgram
 from fuzz.steps.program import Program
 from hypothesis import given
 from hypothesis import strategies as st
 
 STEPS = 12
+
+
+@pytest.mark.parametrize("kernels", ["cython", "numba"])
+@examples(25)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_list_steps(kernels, seed):
+    program = ListProgram(random.Random(seed), kernels)
+    for _ in range(STEPS):
+        program.step()
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
