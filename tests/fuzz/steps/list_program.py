@@ -277,7 +277,8 @@ class ListProgram:
         found = {name: fields[name] for name in (*OF_TOKENS, "num_tokens", "num_prefill_tokens", "num_decode_tokens")}
         found |= {
             "query_lens": each, "seq_lens": keys, "context_lens": [k - q for k, q in zip(keys, each, strict=True)],
-            "query_start_loc": starts, "seq_start_loc": oracles.sums(keys), "logits_indices": [n - 1 for n in starts if n],
+            "query_start_loc": starts, "seq_start_loc": oracles.sums(keys),
+            "logits_indices": [stop - 1 for stop in starts[1:]],
             "token_to_req_indices": [index for index, count in enumerate(each) for _ in range(count)],
             "num_reqs": len(rows), "num_prefills": prefills, "num_decodes": len(rows) - prefills,
             "max_query_len": max(each), "max_seq_len": max(keys), "num_encoder_tokens": 0, "max_encoder_seq_len": 0,
