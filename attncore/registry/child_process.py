@@ -26,6 +26,9 @@ MAX_BYTES = 1 << 24
 NO_ANSWER = "it gave no answer"
 """What the sentence about a child that was killed after its time begins with."""
 
+NOT_STARTED = "no process can be started"
+"""The same of one that the system has not started."""
+
 _LAST, _PIPE = 4096, 1 << 20
 """Bytes that are kept of what a child writes to standard error, and that are read at once: all that a pipe can hold."""
 
@@ -43,7 +46,10 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(named)}
     if named != path:
         arguments = _with_path(path, arguments)
-    reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
+    try:
+        reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
+    except OSError as error:  # too many files are open
+        return f"{NOT_STARTED}: {error}"
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", *arguments],  # -P: the current folder is not on the path
@@ -56,7 +62,7 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
         )
     except OSError as error:
         os.close(reader)
-        return f"no process can be started: {error}"
+        return f"{NOT_STARTED}: {error}"
     finally:
         os.close(writer)
     try:

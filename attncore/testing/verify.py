@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 from attncore import env
@@ -23,7 +24,7 @@ from attncore.json_output import json_text
 from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.quoted import MAX_PART, one_line
 from attncore.registry import package_requirements
-from attncore.registry.child_process import NO_ANSWER, read_answers, run_in_child
+from attncore.registry.child_process import NO_ANSWER, NOT_STARTED, how_it_ended, read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.temporary_folder import temporary_folder
@@ -31,6 +32,11 @@ from attncore.temporary_folder import temporary_folder
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 MOST = {"steps": 10**6, "max_abs_error": 1e300, "tolerance": 1e300, "seconds": 1e9}
 """What each number of a verdict is below."""
+
+_OF_OTHERS = (NO_ANSWER, NOT_STARTED, *(how_it_ended(-one) for one in (SIGHUP, SIGINT, SIGKILL, SIGTERM)))
+"""How the sentences about a process begin that did not end by the backend's fault, or perhaps not; the system kills by
+SIGKILL where memory is short.
+"""
 
 REQUEST = (
     "num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "kv_cache_dtype", "sliding_window",
@@ -76,20 +82,21 @@ class Verdict:
 def verify(choice: Choice, *, timeout: float, fresh: bool = False, folder: Path | None = None) -> Verdict:
     """The verdict on a choice: the one kept, or, where there is none or ``fresh``, a new one, which is then kept.
 
-    Verdicts of a process that ended by itself or by its own fault are kept; one that took longer than ``timeout``
-    seconds is not, for the limit may have been too short.
+    Verdicts of a process that ended by itself or by its own fault are kept. One that took longer than ``timeout``
+    seconds is not, for the limit may have been too short; nor one that was not started, was ended from outside, or had
+    too little memory, for the next one may have what it lacked.
     """
     try:
         folder = cache_folder("verify") if folder is None else folder
     except RuntimeError:  # a user without a home keeps none
-        return _ask(choice, _blank(choice), timeout)
+        return _ask(choice, _blank(choice), timeout)[0]
     blank = _blank(choice)
     file = folder / f"{choice.name}-{_digest(choice, blank)}.json"
     kept, ignored = (None, "") if fresh else _read(file, blank)
     if kept is not None:
         return kept
-    verdict = _ask(choice, blank, timeout)
-    if verdict.state != "hangs":
+    verdict, lasts = _ask(choice, blank, timeout)
+    if lasts:
         _write(file, verdict)
     return replace(verdict, ignored=ignored)
 
@@ -175,7 +182,8 @@ def _places(package: str) -> tuple[list[Path], Path | None]:
     return roots, None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
+def _ask(choice: Choice, blank: Verdict, timeout: float) -> tuple[Verdict, bool]:
+    """A new verdict, and whether it says something of the backend alone, so that it may be kept."""
     started = time.perf_counter()
     with temporary_folder("verify") as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
@@ -184,12 +192,13 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
         answers = read_answers(answer)
     facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
     phase = facts.pop("phase", "before it was imported")
+    lasts = not facts.pop("lacks_memory", False) and ("state" in facts or not ended.startswith(_OF_OTHERS))
     if ended and "state" not in facts:  # else what others do at the end of the process is no matter of the backend
         facts = {"state": "hangs" if ended.startswith(NO_ANSWER) else "crashes", "message": f"{ended} {phase}"}
     elif "state" not in facts or _verdict({**asdict(blank), **facts}) is None:
         facts = {"state": "crashes", "message": f"the process ended without an answer {phase}"}
     facts["message"] = one_line(facts.get("message", ""), MAX_PART)
-    return replace(blank, **facts, seconds=round(time.perf_counter() - started, 3))
+    return replace(blank, **facts, seconds=round(time.perf_counter() - started, 3)), lasts
 
 
 def _verdict(facts: Any) -> Verdict | None:

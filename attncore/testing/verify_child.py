@@ -43,7 +43,8 @@ def main(question: str, answer: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of the backend, which may raise anything
-        tell(file, state="fails", message=describe_error(error))
+        lacks_memory = type(error).__name__ in ("MemoryError", "OutOfMemoryError")  # torch's is of a GPU
+        tell(file, state="fails", message=describe_error(error), lacks_memory=lacks_memory)
 
 
 def _created(asked: dict[str, Any]) -> AttentionBackend:

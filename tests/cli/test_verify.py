@@ -106,6 +106,35 @@ def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forw
     assert message in found["message"]
 
 
+@pytest.mark.parametrize(
+    ("forward", "state"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "crashes"),  # as the system does where memory is short
+        ("import os; os.kill(os.getpid(), 15)", "crashes"),
+        ("raise MemoryError", "fails"),
+        ("import torch; raise torch.OutOfMemoryError('CUDA out of memory')", "fails"),
+    ],
+)
+def test_what_may_be_no_fault_of_the_backend_is_not_kept(site, capsys, cache, forward, state):
+    site.plugin("bad", heavy=REFERENCE.format(forward=forward))
+    code, (found,) = verdicts(capsys, "bad")
+    assert (code, found["state"], found["cached"]) == (1, state, False)
+    assert not list(cache.rglob("*.json"))
+
+
+def test_a_process_that_cannot_be_started_is_a_verdict_that_is_not_kept(site, capsys, cache, monkeypatch):
+    site.plugin("right", heavy=REFERENCE.format(forward="pass"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        code, (found,) = verdicts(capsys, "right")
+    assert (code, found["state"]) == (1, "crashes")
+    assert found["message"].startswith("no process can be started: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        assert verdicts(capsys, "right")[1][0]["message"].startswith("no process can be started: [Errno 24]")
+    assert not list(cache.rglob("*.json"))
+
+
 def test_the_error_shown_is_that_of_the_output_that_differs(site, capsys):
     site.plugin("off", heavy=REFERENCE.format(forward="key = key * 1.01"))
     _, (found,) = verdicts(capsys, "off")
