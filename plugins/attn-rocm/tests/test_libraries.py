@@ -100,6 +100,31 @@ def test_plain_prompts_of_the_list_builder_bring_their_keys(variant, contexts, m
                 impl.forward(torch.zeros(4, 4, 64).bfloat16(), key, None, kv_cache, step, write=False)
 
 
+@pytest.mark.parametrize("variant", [*LAYERS, "sdpa"])
+def test_tokens_that_a_window_of_the_list_builder_left_out_are_read_where_they_are_given(variant, monkeypatch):
+    """A chunk behind a context has a table, and tokens of which no slot holds the key."""
+    standins.install(monkeypatch, "aiter" if variant == "sdpa" else variant)
+    backend, context, count, window = standins.backend(variant), 3, 20, 5
+    if "sliding_window" not in backend.spec.features:
+        pytest.skip("it takes no window")
+    query, key, value = (torch.randn(context + count, heads, 64).bfloat16() for heads in (4, 2, 2))
+    impl, kv_cache = backend.impl("0", scale=0.125, sliding_window=window), backend.allocate_kv_cache(4)
+    for view, rows in zip(backend.kv_cache_views(kv_cache), (key, value), strict=True):
+        view.fill_(2.0)
+        view[1, :context] = rows[:context]
+    builder = CommonMetadataBuilder(16, sliding_window=window, chunked_prefill=True, backend=backend)
+    metadata = builder.build([SequenceGroup(True, [Sequence(0, count, context, [1, 2])])])
+    assert metadata.slot_mapping.tolist()[: count - window - context] == [-1] * (count - window - context)
+    query, new = query[context:], (key[context:], value[context:])
+    impl.write_cache(*new, kv_cache, metadata)
+    expected = dense_attention(query, key, value, scale=0.125, sliding_window=window)
+    for step in (metadata, metadata.prefill_metadata, metadata_from_fields(metadata.asdict_zerocopy(), backend)):
+        output = impl.forward(query, *new, kv_cache, step, write=False)
+        torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+        with pytest.raises(ValueError, match=r"^key: None found"):
+            impl.forward(query, None, None, kv_cache, step, write=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", ["aiter", "ck"])
 def test_a_pair_of_views(variant, form, monkeypatch):

@@ -45,8 +45,9 @@ class SdpaImpl(RocmImpl):
             context = lengths[row] - (end - start)
             low = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
             parts, paged = [], caches is not None and (tables or slots[end - 1] >= 0)
-            # Whether this step's own keys are read, and not the cache's: prompts of the list builder have no table.
-            own = write or not paged or (metadata.from_groups and not context)
+            # Whether this step's own keys are read, and not the cache's: prompts of the list builder have no table, or
+            # tokens that their window left out.
+            own = write or not paged or (metadata.from_groups and not (context and (slots[start:end] >= 0).all()))
             high = context if own else lengths[row]
             if caches is not None and paged and low < high:
                 positions = torch.arange(low, high, device=query.device)

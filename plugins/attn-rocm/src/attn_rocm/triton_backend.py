@@ -130,10 +130,17 @@ class TritonImpl(RocmImpl):
         if masks is not None or span_ends is not None:
             return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
+            windowed = self.sliding_window is not None and not write
             if key is None and not write:
+                if windowed:
+                    _refuse_left_out(metadata)
                 return Keys(_of_tables(metadata), longest, *caches, table)
             check_given(key, value)
             raw = metadata.num_prefills
+            if windowed:  # tokens that the builder's window left out are in no slot
+                slots, scales = metadata.slot_mapping, (self.k_scale, self.v_scale)
+                key, value = map(_held_or_given, (key, value), caches, scales, (slots, slots))
+                return Keys(lengths, longest, *caches, table, key, value, starts, raw)
             return Keys(lengths, longest, *caches, table, key, value, starts, raw, written=not write)
         return Keys(lengths, longest, *caches, table)
 
@@ -162,6 +169,36 @@ def _optional(metadata: AttentionMetadata, name: str) -> Tensor | None:
         kept[name] = getattr(metadata, name, None)
     found: Tensor | None = kept[name]
     return found
+
+
+def _held_or_given(given: Tensor, cache: Tensor, scale: float | Tensor, slots: Tensor) -> Tensor:
+    """The step's keys or values (tokens, kv heads, size) as the cache holds them, ``given`` where a slot is below 0."""
+    places = slots.clamp(min=0)
+    blocks, rows = torch.div(places, cache.shape[1], rounding_mode="floor"), places % cache.shape[1]
+    if cache.element_size() == 1:  # torch indexes no fp8
+        held = cache.view(torch.uint8)[blocks, rows].view(cache.dtype).to(torch.float32)
+        held = held * (scale if isinstance(scale, float) else scale.view(-1, 1))
+    else:
+        held = cache[blocks, rows]
+    return torch.where((slots >= 0)[:, None, None], held.to(given.dtype), given[: len(slots)])
+
+
+def _refuse_left_out(metadata: AttentionMetadata) -> None:
+    """ValueError where a window of the list builder left tokens of a prompt out of the cache, and the host knows: by
+    the groups, and for a view, or a step from another rank, by slots, which those may lack.
+    """
+    source = getattr(metadata, "source", None)
+    if source is None:
+        slots = getattr(metadata.host, "slot_mapping", None)
+        left_out = slots is not None and bool((slots[: metadata.num_prefill_tokens] < 0).any())
+    else:
+        window = source.builder.sliding_window
+        left_out = window is not None and any(
+            sequence.context_len < sequence.query_len - window
+            for group in source.groups if group.is_prompt for sequence in group.sequences
+        )  # fmt: skip
+    if left_out:
+        check_given(None, None)
 
 
 def _of_tables(metadata: AttentionMetadata) -> Tensor:
