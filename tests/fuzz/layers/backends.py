@@ -17,7 +17,12 @@ from attncore.reference import ReferenceBackend, attncore_backend
 PLUGINS = Path(__file__).parents[3] / "plugins"
 SPEC = attncore_backend()
 EXACT = ("auto", "auto", "fp8_e4m3", "fp8_e5m2")
-FOR_REFERENCE = Sizes(value_sizes=(4, 12), cache_dtypes=(*EXACT, "bfloat16"), latent=0.2)
+FOR_REFERENCE = Sizes(
+    value_sizes=(4, 12),
+    cache_dtypes=(*EXACT, "bfloat16"),
+    latent=0.2,
+    dtypes=("float32", "float32", "float16", "bfloat16"),
+)
 LATENT: dict[str, Any] = {
     "head_sizes": (576,), "value_sizes": (512,), "layouts": ("NHD",), "tolerance": 3e-2, "latent": 1.0
 }  # fmt: skip
@@ -33,6 +38,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
         "kv_cache_layout": settings.layout,
         "kv_cache_dtype": settings.cache_dtype,
         **({"use_mla": True, "head_size_v": settings.value_size} if settings.latent else {}),
+        **({} if settings.dtype is None else {"dtype": settings.dtype}),
     }
 
 

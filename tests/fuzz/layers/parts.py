@@ -1,19 +1,21 @@
 """The ways in which an engine hands over a step: whole, in views and slices, from another process, adopted, in chunks.
 
-A part is metadata of each group for a range of the step's tokens.
+A part is metadata of each group for some of the step's tokens.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from builder.adopted.adopted_engine import as_on_a_device
 from fuzz.layers.caches import Numbers
 from fuzz.layers.requests import Requests
-from fuzz.layers.settings import MAX_REQS, Settings
+from fuzz.layers.settings import MAX_REQS, Layer, Settings
+from torch import Tensor
 
 from attncore import AdoptedSteps
 from attncore.builder import (
@@ -25,15 +27,38 @@ from attncore.builder import (
 )
 
 
+class Run(NamedTuple):
+    """What one layer computes over a part: on the device, without scales, and no rows but those of tokens."""
+
+    number: int
+    layer: Layer
+    impl: Any
+    metadata: Any
+    query: Tensor
+    keys: Tensor
+    values: Tensor | None
+    cache: Any
+
+
+Attend = Callable[[Run], tuple[Tensor, Tensor | None] | None]
+"""Output and log-sum-exp; None for a layer that it is not for."""
+
+
 @dataclass
 class Part:
     metadata: dict[str, Any]
     """By group."""
-    start: int
-    stop: int
+    tokens: list[int]
+    """Which of the step's, in order."""
     how: tuple[str, ...] = ()
     chunk: int | None = None
     """Of local attention: tokens see those of their own chunk."""
+    new: bool = False
+    """Tokens see those of the step alone, and there is no cache: a profiling run."""
+    encodes: frozenset[str] = frozenset()
+    """Requests whose encoder runs again in this part."""
+    attend: Attend | None = None
+    """Another way than a layer's ``forward`` to the same results."""
 
     @property
     def any(self) -> Any:
@@ -41,6 +66,8 @@ class Part:
 
 
 class Parts:
+    """``more``: other ways, of a step without trees and spans: (part, counts) -> parts, or None where it is none."""
+
     def __init__(
         self, draw: random.Random, settings: Settings, requests: Requests, backends: dict[str, Any], numbers: Numbers
     ) -> None:
@@ -52,30 +79,37 @@ class Parts:
             numbers,
         )
         self.adopting: dict[str, AdoptedSteps] = {}
+        self.more: list[Callable[[Part, dict[str, int]], list[Part] | None]] = []
 
-    def of(self, step: Part, counts: dict[str, int], *, trees: bool) -> list[Part]:
-        """The parts of a step, whose planned metadata ``step`` has; ``counts`` has its rows, in order."""
-        ways = [self.whole, self.whole, self.views, self.slices, self.received]
-        special = trees or self.settings.spans
-        if not special:
+    def of(self, step: Part, counts: dict[str, int], *, trees: bool, bounded: bool = False) -> list[Part]:
+        """The parts of a step, whose planned metadata ``step`` has; ``counts`` has its rows, in order. ``bounded``: the
+        host has bounds of lengths alone."""
+        again = [self.whole, self.views, self.slices, self.received]
+        ways = [self.whole, *again]
+        if bounded:
+            again.remove(self.received)  # its host would not say so
+            ways = again
+        elif not trees and not self.settings.spans:
+            again.append(self.cuts)
             ways += [self.cuts, self.local]
-            if not self.settings.groups[-1].cross:
-                ways.append(lambda part: self.adopted(part, counts))
+            ways += [lambda part, way=way: way(part, counts) or [part] for way in (self.adopted, *self.more)]
         first = self.draw.choice(ways)(step)
-        again = [way for way in ways if way in (self.whole, self.views, self.slices, self.cuts, self.received)]
-        return [deeper for part in first for deeper in self.draw.choice(again)(part)]
+        return [deeper for part in first for deeper in (self.draw.choice(again)(part) if not part.attend else [part])]
 
     def whole(self, part: Part) -> list[Part]:
         return [part]
 
     def views(self, part: Part) -> list[Part]:
-        found, at = [], part.start
-        for name, count in (("decode", part.any.num_decode_tokens), ("prefill", part.any.num_prefill_tokens)):
+        if "listed" in part.how and "cross" in part.metadata:
+            return [part]  # each view has the encoder fields of all rows
+        found, at = [], 0
+        both = [("decode", part.any.num_decode_tokens), ("prefill", part.any.num_prefill_tokens)]
+        for name, count in both if part.any.decodes_first else reversed(both):
             views = {group: getattr(one, f"{name}_metadata") for group, one in part.metadata.items()}
             assert all((view is not None) == bool(count) for view in views.values())
             if count:
                 assert all(view.num_tokens == count for view in views.values())
-                found.append(replace(part, metadata=views, start=at, stop=at + count, how=(*part.how, name)))
+                found.append(replace(part, metadata=views, tokens=part.tokens[at : at + count], how=(*part.how, name)))
             at += count
         return found
 
@@ -84,13 +118,13 @@ class Parts:
         return self._sliced(part, slice_by_requests(part.any.host.query_lens, self.draw.randint(1, most)))
 
     def cuts(self, part: Part) -> list[Part]:
-        if part.chunk is not None or part.metadata.keys() - {"g0", "g1"}:
-            return self.slices(part)  # through a request of a chunk, or with encoder tokens: not cut
-        most = min(3, part.stop - part.start)
+        if part.chunk is not None or "listed" in part.how or part.metadata.keys() - {"g0", "g1"}:
+            return self.slices(part)  # through a request of a chunk or a list, or with encoder tokens: not cut
+        most = min(3, len(part.tokens))
         return self._sliced(part, slice_by_tokens(part.any.host.query_lens, self.draw.randint(1, most)))
 
     def _sliced(self, part: Part, slices: Any) -> list[Part]:
-        found, at = [], part.start
+        found, at = [], 0
         for one in slices:
             metadata = {
                 name: slice_metadata(of_group, one, block_size=self.settings.block_size)
@@ -98,7 +132,9 @@ class Parts:
             }
             count = one.token_stop - one.token_start
             if count:
-                found.append(replace(part, metadata=metadata, start=at, stop=at + count, how=(*part.how, "slice")))
+                found.append(
+                    replace(part, metadata=metadata, tokens=part.tokens[at : at + count], how=(*part.how, "slice"))
+                )
             at += count
         return found
 
@@ -123,7 +159,7 @@ class Parts:
 
     def adopted(self, part: Part, counts: dict[str, int]) -> list[Part]:
         """The same step out of an engine's tensors, whose table is a part of a wider one."""
-        if not counts:
+        if not counts or self.settings.groups[-1].cross:
             return [part]
         held, size, found = self.requests.held, self.settings.block_size, {}
         columns = -(-self.settings.sizes.model_len // size)
@@ -147,7 +183,8 @@ class Parts:
                     num_blocks=self.settings.num_blocks * each,
                     decode_threshold=self.settings.threshold,
                 )
-                if self.backends[group.name].name != "reference" and self.draw.random() < 0.5:  # it asks for host slots
+                spec = self.backends[group.name].spec  # reference made by hand has none, and asks for host slots
+                if spec is not None and "slot_mapping" not in spec.host_needs and self.draw.random() < 0.5:
                     as_on_a_device(self.adopting[group.name])
             lengths = torch.tensor([span.stop for span in spans]).int()
             given = {

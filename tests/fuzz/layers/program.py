@@ -9,6 +9,7 @@ import torch
 from fuzz.layers.attention import attend
 from fuzz.layers.caches import Numbers, new_cache, nobodys
 from fuzz.layers.captured_layers import CapturedLayers
+from fuzz.layers.list_steps import ListSteps
 from fuzz.layers.parts import Part, Parts
 from fuzz.layers.requests import Requests
 from fuzz.layers.settings import (
@@ -20,6 +21,7 @@ from fuzz.layers.settings import (
     draw_layers,
     draw_settings,
 )
+from fuzz.layers.states import RecurrentLayer, expected
 from torch import Tensor
 
 from attncore import MetadataBuilder
@@ -81,6 +83,8 @@ class Program:
             transport="copy" if tested.on_device else settings.transport,
         )  # fmt: skip
         self.parts = Parts(draw, settings, self.requests, self.backends, self.numbers)
+        self.parts.more += [ListSteps(self.parts).of]
+        self.recurrent = RecurrentLayer(MAX_REQS + 3)
         self.captured: dict[Any, CapturedLayers] = {}
         """By bucket."""
         self._capture()
@@ -104,7 +108,7 @@ class Program:
 
     def _capture(self) -> None:
         level, draw = self.tested.cuda_graph, self.draw
-        if level == "never" or draw.random() < 0.6:
+        if level == "never" or draw.random() < 0.6 or any(layer.whole for layer in self.settings.layers):
             return
         rows = draw.randint(1, MAX_REQS)
         each = 1 if level == "uniform_decode" else draw.randint(1, self.settings.threshold)
@@ -112,7 +116,7 @@ class Program:
         with_lse = "lse" in self.tested.features and draw.random() < 0.5
         metadata = self.builder.capture(rows, each)
         self.captured[rows] = CapturedLayers(metadata, layers, self.caches, self.settings, self.numbers, each, with_lse)
-        if level == "always" and draw.random() < 0.5:
+        if level == "always" and not self.settings.states and draw.random() < 0.5:
             tokens = draw.choice([8, 24])
             metadata = self.builder.capture(rows, num_tokens=tokens)
             self.captured[rows, tokens] = CapturedLayers(
@@ -139,11 +143,20 @@ class Program:
         for key, cache in self.caches.items():
             if self.draw.random() < 0.1 and not self.captured:  # a graph holds its addresses
                 self.caches[key] = cache.clone() if isinstance(cache, Tensor) else tuple(one.clone() for one in cache)
+            if self.draw.random() < 0.1 and not self.captured:
+                self.caches[key] = self._in_another_form(key[0], cache)
             if self.draw.random() < 0.1 and self.settings.cache_dtype.startswith("fp8"):
                 self.scales[key] = self._drawn_like(self.scales[key])
                 for number, layer in enumerate(self.settings.layers):
                     if (layer.group, layer.cache) == key:
                         self.impls[number].set_scales(*self.scales[key])
+
+    def _in_another_form(self, group: str, cache: Any) -> Any:
+        backend = self.backends[group]
+        blocks = len(backend.kv_cache_views(cache)[0])
+        made = new_cache(self.draw, backend, blocks, self.tested)
+        backend.swap_blocks(cache, made, [[block, block] for block in range(blocks)])
+        return made
 
     def _drawn_like(self, scales: tuple[Scale, Scale]) -> tuple[Scale, Scale]:
         """The same scales times 2, or as they are: what is in the cache is read with the new ones."""
@@ -164,12 +177,7 @@ class Program:
         requests = self.requests
         requests.change()
         self._change_layers()
-        for group, block in requests.freed:
-            each = self._kernel_blocks(group)
-            for (of_cache, _), cache in self.caches.items():
-                for view in self.backends[group].kv_cache_views(cache) if of_cache == group else ():
-                    nobodys(view[block * each : (block + 1) * each], finite=self.tested.finite)
-        requests.freed.clear()
+        self._move_blocks()
         bucket = self.draw.choice([None, *self.captured])
         scheduled = self._scheduled(bucket)
         trees = {} if isinstance(bucket, tuple) else self._trees(scheduled)
@@ -179,7 +187,7 @@ class Program:
         queries = [
             self.numbers.rows(len(step.tokens), self.settings.heads, self.settings.head_size) for _ in self.impls
         ]
-        whole = Part(groups, 0, len(step.tokens))
+        whole = Part(groups, [*range(len(step.tokens))])
         if bucket is None:
             found = self._eager(whole, step, queries)
         else:
@@ -189,12 +197,26 @@ class Program:
             }
             returned = self.captured[bucket].run(metadata, queries, new)
             found = [(number, whole, *one) for number, one in enumerate(returned)]
+        if self.settings.states:
+            self._check_states(step, metadata, [] if bucket is not None else [part for _, part, *_ in found])
         self._remember(step)
         for number, part, output, sums in found:
             self._compare(number, part, queries[number], step, output, sums)
         self._go_on(step)
         if not self.tested.lags:
             self.check()
+
+    def _move_blocks(self) -> None:
+        for group, block, copied in self.requests.moved:
+            each, backend = self._kernel_blocks(group), self.backends[group]
+            caches = [cache for (of_cache, _), cache in self.caches.items() if of_cache == group]
+            if copied is None:
+                for cache in caches:
+                    for view in backend.kv_cache_views(cache):
+                        nobodys(view[block * each : (block + 1) * each], finite=self.tested.finite)
+            else:
+                backend.copy_blocks(caches, [[block * each + k, copied * each + k] for k in range(each)])
+        self.requests.moved.clear()
 
     def _scheduled(self, bucket: Any) -> dict[str, int]:
         if bucket is None:
@@ -228,12 +250,21 @@ class Program:
             runs = [(number, part) for number in layers for part in parts]
         found, at = [], whole
         for number, part in runs:
+            if self.settings.layers[number].whole and not self._is_whole(part, step):
+                continue
             if planned and part is not at:
                 for group, metadata in part.metadata.items():
                     self.backends[group].plan(metadata)
             at = part
             found.append((number, part, *self._run(number, part, queries[number], step)))
         return found
+
+    def _is_whole(self, part: Part, step: Step) -> bool:
+        """Whether each row is all that its request has so far: layers without a cache refuse others."""
+        names = [step.tokens[index].name for index in part.tokens]
+        return part.chunk is None and all(
+            names.count(name) == step.counts[name] and not self.requests.held[name].computed for name in set(names)
+        )
 
     def _new_step(self, counts: dict[str, int], trees: dict[str, list[int]]) -> Step:
         tokens, encoded = [], {}
@@ -263,14 +294,16 @@ class Program:
         layer, impl, draw, numbers = self.settings.layers[number], self.impls[number], self.draw, self.numbers
         metadata = part.metadata[layer.group]
         cache = self.caches[layer.group, layer.cache]
-        total = max(metadata.num_tokens, part.stop - part.start) + draw.choice([0, 0, 0, 2])
-        query = numbers.given(queries[part.start : part.stop], total)
+        count = len(part.tokens)
+        total = max(metadata.num_tokens, count) + draw.choice([0, 0, 0, 2])
+        query = numbers.given(queries[part.tokens], total)
         keys, values = self._keys(layer, part, step, total)
         write = layer.writes
         if write and draw.random() < 0.3:
             impl.write_cache(keys, values, cache, metadata)
             write = False
-        if not write and draw.random() < 0.7:
+        needed = part.new or layer.whole or not self._has_tables(part, step)
+        if not write and not needed and draw.random() < 0.7:
             keys = values = None
         output = None
         if draw.random() < 0.3:
@@ -282,21 +315,40 @@ class Program:
         if output is not None:
             assert found is given
             assert (output[..., self.settings.value_size :] == 7.0).all()
-        count = part.stop - part.start
         return found[:count].clone(), None if sums is None else sums[:count].clone()
+
+    def _has_tables(self, part: Part, step: Step) -> bool:
+        """Whether keys lie in the cache for each token: not of prompts of the list builder that have no context, nor of
+        tokens that its window leaves out."""
+        names = {step.tokens[index].name for index in part.tokens}
+        if part.encodes & names:
+            return False
+        if "listed" not in part.how:
+            return True
+        return "masked" not in part.how and all(self.requests.held[name].computed for name in names)
 
     def _keys(self, layer: Layer, part: Part, step: Step, total: int) -> tuple[Tensor | None, Tensor | None]:
         """What a layer is handed of the step's keys and values; a latent cache takes no values."""
         keys, values = self._scaled(layer, step.new[layer.group, layer.cache])
         if layer.group == "cross":
-            firsts, at = {}, 0
-            for name, count in step.counts.items():
-                firsts[name], at = at, at + count
-            start = sum(rows for name, rows in step.encoded.items() if firsts[name] < part.start)
-            stop = sum(rows for name, rows in step.encoded.items() if firsts[name] < part.stop)
-            return self.numbers.given(keys[start:stop]), self.numbers.given(values[start:stop])
-        keys, values = (self.numbers.given(one[part.start : part.stop], total) for one in (keys, values))
+            rows = self._encoder_rows(layer, part, step, keys, values)
+            return self.numbers.given(rows[0]), self.numbers.given(rows[1])
+        keys, values = (self.numbers.given(one[part.tokens], total) for one in (keys, values))
         return keys, None if self.settings.latent else values
+
+    def _encoder_rows(self, layer: Layer, part: Part, step: Step, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Of the part's requests whose encoder runs in it: ``keys`` and ``values`` are those of the whole step."""
+        firsts, at = {}, 0
+        for name, count in step.encoded.items():
+            firsts[name], at = at, at + count
+        found = [(keys[:0], values[:0])]
+        for name in dict.fromkeys(step.tokens[index].name for index in part.tokens):
+            if name in firsts:
+                found.append(tuple(one[firsts[name] : firsts[name] + step.encoded[name]] for one in (keys, values)))
+            elif name in part.encodes:
+                written = self.requests.held[name].written[layer.group, layer.cache]
+                found.append(tuple(self._scaled(layer, tuple(one.to(keys.dtype) for one in written))))
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     def _scaled(self, layer: Layer, held: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Keys and values of what a cache holds."""
@@ -321,12 +373,13 @@ class Program:
     def _compare(
         self, number: int, part: Part, queries: Tensor, step: Step, output: Tensor, sums: Tensor | None
     ) -> None:
-        layer, allowed = self.settings.layers[number], self.settings.sizes.tolerance
+        layer, allowed = self.settings.layers[number], self.settings.tolerance
         rounding = self.settings.sizes.rounding if self.settings.cache_dtype.startswith("fp8") else 0.0
-        tokens = range(part.start, part.stop)
-        if len(tokens) > MOST_COMPARED:
-            tokens = [*tokens[:4], *self.draw.sample(tokens[4:-4], MOST_COMPARED - 8), *tokens[-4:]]
-        for index in tokens:
+        places = range(len(part.tokens))
+        if len(places) > MOST_COMPARED:
+            places = [*places[:4], *self.draw.sample(places[4:-4], MOST_COMPARED - 8), *places[-4:]]
+        for place in places:
+            index = part.tokens[place]
             expected, its_sums, magnitudes = self._expected(layer, part, queries[index], step.tokens[index], step)
             for found, wanted, off in ((output, expected, rounding * magnitudes), (sums, its_sums, 0.0)):
                 if found is not None:
@@ -334,7 +387,7 @@ class Program:
                         f"layer {number} {layer}, token {index} {step.tokens[index]}, part {part.how} of {step.counts}"
                     )
                     within = allowed * (1 + wanted.abs()) + off
-                    self.compared.append((found[index - part.start], wanted, within, about))
+                    self.compared.append((found[place], wanted, within, about))
 
     def check(self) -> None:
         """Compares what was computed so far."""
@@ -370,9 +423,37 @@ class Program:
         for start, stop in request.spans:
             if start <= token.place < stop:
                 visible |= (places >= start) & (places < stop)
+        if part.new:
+            visible &= places >= request.computed
+        if layer.whole:
+            mine = {step.tokens[index].place for index in part.tokens if step.tokens[index].name == token.name}
+            visible = torch.tensor([place in mine for place in places.tolist()])
+            if window is not None:
+                visible &= distances < window
         if part.chunk is not None:
             visible &= places // part.chunk == token.place // part.chunk
         return attend(query.double(), keys, values, visible, distances, **features)
+
+    def _check_states(self, step: Step, metadata: Any, parts: list[Part]) -> None:
+        """A recurrent layer over the parts of the step, as far as these have states; else over the step."""
+        held = self.requests.held
+        drawn = [float(self.draw.randint(-8, 8)) for _ in step.tokens]
+        wanted = []
+        for token, one in zip(step.tokens, drawn, strict=True):
+            held[token.name].inputs.append(one)
+            wanted.append(expected(held[token.name].inputs))
+        views = {tuple(part.tokens): part for part in parts if {*part.how} <= {"decode", "prefill", "slice"}}
+        covered = sorted(index for tokens in views for index in tokens)
+        if covered != [*range(len(step.tokens))]:
+            views = {(*range(len(step.tokens)),): None}
+        found = [0.0] * len(step.tokens)
+        for tokens, part in views.items():
+            of_part = metadata if part is None else part.metadata["g0"]
+            for index, one in zip(
+                tokens, self.recurrent.run(of_part.states["states"], [drawn[index] for index in tokens]), strict=True
+            ):
+                found[index] = one
+        assert found == wanted, f"states: {found} found, {wanted} expected"
 
     def _go_on(self, step: Step) -> None:
         """What an engine does behind a step: it keeps a path of each tree, and moves its keys together."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attncore import KVCacheGroup
+from attncore.builder import StateGroup
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Sizes:
     layouts: tuple[str, ...] = ("NHD", "HND")
     latent: float = 0.0
     """How often its caches are latent ones."""
+    dtypes: tuple[str | None, ...] = (None,)
+    """Of the model; None: as the backend is made."""
     tolerance: float = 2e-4
     rounding: float = 0.0
     """The largest relative error of a probability, as far as an fp8 cache makes the kernel round these."""
@@ -37,6 +40,11 @@ class Layer(NamedTuple):
     writes: bool
     """Whether it has keys of its own; else it reads those of the cache's first layer."""
     features: dict[str, Any]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it keeps no cache, so that a request comes whole."""
+        return self.features.get("attn_type") == "encoder_only"
 
 
 @dataclass
@@ -56,6 +64,19 @@ class Settings:
     trees: bool = False
     spans: bool = False
     transport: str = "auto"
+    dtype: str | None = None
+    states: bool = False
+    """Whether requests have a state, of recurrent layers, too."""
+
+    @property
+    def all_groups(self) -> list[KVCacheGroup | StateGroup]:
+        states = [StateGroup("states", num_slots=MAX_REQS + 3)] if self.states else []
+        return [*self.groups, *states]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error of an output."""
+        return {None: self.sizes.tolerance, "float16": 5e-3, "bfloat16": 3e-2}.get(self.dtype, self.sizes.tolerance)
 
     @property
     def num_blocks(self) -> int:
@@ -96,6 +117,7 @@ def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
     return Settings(
         sizes, heads, kv_heads, head_size, draw.choice(smaller) if smaller else head_size, latent,
         draw.choice(sizes.block_sizes), draw.choice(sizes.layouts), draw.choice(sizes.cache_dtypes),
+        dtype=draw.choice(sizes.dtypes),
     )  # fmt: skip
 
 
@@ -115,7 +137,8 @@ def draw_groups(draw: random.Random, settings: Settings, features: frozenset[str
         settings.groups.append(KVCacheGroup("cross", size, cross=True, num_blocks=settings.num_blocks))
     settings.trees = "tree_mask" in features and draw.random() < 0.3
     settings.spans = "bidirectional_spans" in features and not settings.trees and draw.random() < 0.3
-    drafts = "multi_token_decode" in features and draw.random() < 0.5
+    settings.states = not settings.trees and draw.random() < 0.15
+    drafts = not settings.states and "multi_token_decode" in features and draw.random() < 0.5
     settings.threshold = draw.choice([3, 5]) if settings.trees else draw.choice([2, 3]) if drafts else 1
     settings.transport = draw.choice(["auto", "auto", "copy"])
 
@@ -126,6 +149,9 @@ def draw_layers(draw: random.Random, settings: Settings, features: frozenset[str
             for writes in (True, False)[: 1 if group.cross else draw.choice([1, 1, 2])]:
                 of_layer = _features(draw, settings, group, features, writes)
                 settings.layers.append(Layer(group.name, cache, writes, of_layer))
+    if "encoder" in features and not settings.latent and not settings.trees and draw.random() < 0.3:
+        of_layer = _features(draw, settings, settings.groups[0], features, True) | {"attn_type": "encoder_only"}
+        settings.layers.append(Layer("g0", 0, False, of_layer))
 
 
 def _features(
