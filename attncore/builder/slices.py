@@ -127,10 +127,15 @@ def is_cross(host: Any) -> bool:
     lengths, encoder, contexts, queries = (getattr(host, name, None) for name in names)
     if lengths is not None and encoder is not None:
         return np.array_equal(encoder, lengths) and _same_table(host, unless_missing=True)
-    counted = contexts is not None and queries is not None and len(contexts) == len(queries)
-    if lengths is not None and counted and np.array_equal(contexts + queries, lengths):
+    if lengths is not None and _add_up(contexts, queries, lengths):
         return _same_table(host, unless_missing=False)
     return any(hasattr(host, name) for name in _CROSS)
+
+
+def _add_up(contexts: Any, queries: Any, lengths: Any) -> bool:
+    """Whether these lengths count the tokens; False where what says so was skipped."""
+    said = contexts is not None and queries is not None and len(contexts) == len(queries)
+    return said and np.array_equal(contexts + queries, lengths)
 
 
 def _same_table(host: Any, *, unless_missing: bool) -> bool:
