@@ -153,7 +153,7 @@ def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, ca
     rows = [(is_prompt, hit, *s) for is_prompt, hit, sequences in groups for s in sequences]
     padded, queries = max(pad, 0), [q for _, _, q, _, _ in rows]
     any_hit = layout == "flash" and any(hit for _, hit, *_ in rows)
-    tables = [list_table(p, hit or any_hit, q, q + c, t, block_size, window, chunked) for p, hit, q, c, t in rows]
+    tables = [list_table(p, hit or any_hit, q + c, t, block_size, window, chunked) for p, hit, q, c, t in rows]
     width = max(map(len, tables), default=0) if pad < 0 else cdiv(capture, block_size)
     slots = [slot for p, _, q, c, t in rows for slot in list_slots(p, q, c, t, block_size, window)]
     out = {
@@ -189,9 +189,8 @@ def list_slots(is_prompt, query_len, context_len, table, block_size, window):
     return slots
 
 
-def list_table(is_prompt, hit, query_len, seq_len, table, block_size, window, chunked):
-    """The blocks of a row that the kernel is given: of a decode under a window, the last ones that its first query and
-    those behind it see."""
+def list_table(is_prompt, hit, seq_len, table, block_size, window, chunked):
+    """The blocks of a row that the kernel is given: of a decode under a window, the last ones."""
     if table is None:
         return []
     if hit:
@@ -199,7 +198,7 @@ def list_table(is_prompt, hit, query_len, seq_len, table, block_size, window, ch
     if is_prompt:
         return list(table) if chunked else []
     if window:
-        keep = cdiv(window + query_len - 1, block_size) + (1 if seq_len % block_size else 0)
+        keep = cdiv(window, block_size) + (1 if seq_len % block_size else 0)
         return list(table)[: cdiv(seq_len, block_size)][-keep:]
     return list(table)
 
@@ -210,7 +209,7 @@ def list_lengths(rows, block_size, window, padded):
     for is_prompt, _, query_len, context_len, _ in rows:
         seq_len = kernel_len = query_len + context_len
         if not is_prompt and window:
-            kernel_len = min(seq_len, cdiv(window + query_len - 1, block_size) * block_size + seq_len % block_size)
+            kernel_len = min(seq_len, cdiv(window, block_size) * block_size + seq_len % block_size)
         lens.append(kernel_len)
         if is_prompt:
             max_prefill = max(max_prefill, seq_len)

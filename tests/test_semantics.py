@@ -56,15 +56,6 @@ def test_windowed_decode(kernels):
     assert metadata.slot_mapping.tolist() == [17]
 
 
-def test_a_windowed_decode_of_several_tokens_shows_what_its_first_query_sees(kernels):
-    """Tokens 8 to 17 of 18: the first of three queries is token 15."""
-    builder = CommonMetadataBuilder(2, "flash", sliding_window=8, kernels=kernels)
-    step = SequenceGroup(False, [Sequence(0, 3, 15, [1, 2, 3, 4, 5, 6, 7, 8, 9])])
-    metadata = builder.build([step])
-    assert metadata.seq_lens.tolist() == [10]
-    assert metadata.block_table.tolist() == [[5, 6, 7, 8, 9]]
-
-
 def test_lookahead_blocks_do_not_shift_a_windowed_row(kernels):
     metadata = CommonMetadataBuilder(4, sliding_window=8, kernels=kernels).build([decode(14, [1, 2, 3, 4, 5, 6])])
     assert metadata.block_table.tolist() == [[2, 3, 4]]

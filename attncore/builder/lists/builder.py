@@ -170,6 +170,8 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         sizes = reader.num_seqs, num_reqs, num_tokens, width, num_pages
+        if self._sliding_window and measures.max_decode_query_len > 1 and self._backend is not None:
+            error_texts.refuse_decodes_without_keys(groups, self._block_size, self._sliding_window)
         maps = self._placeholder_maps(groups, pad, sizes) if reader.placeholder_group >= 0 else None
         host, step = allocate(*sizes), self.last_step + 1
         self._fill(pad, vars(host._arrays))

@@ -63,6 +63,24 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
     )
 
 
+def refuse_decodes_without_keys(groups: Any, block_size: int, window: int) -> None:
+    """ValueError for a decode of several tokens of which one sees keys that are not in the row of the table, which has
+    the blocks of the last one's window.
+    """
+    for i, j, sequence in _places(groups):
+        _, query_len, context_len = _numbers(sequence)
+        length = context_len + query_len
+        shown = min(length, -(-window // block_size) * block_size + length % block_size)
+        seen = min(length, window + query_len - 1)
+        is_prompt, table = own_items(groups[i])[0], own_items(sequence)[3]
+        if not is_prompt and query_len > 1 and table is not None and shown < seen:
+            raise ValueError(
+                f"groups[{i}].sequences[{j}].query_len: {query_len} on a decode with sliding_window {window}; its "
+                f"tokens see {counted(seen, 'key')}, and its row of the table shows the last {shown}; make the builder "
+                "without sliding_window, which layers apply themselves"
+            )
+
+
 def changed_groups() -> ValueError:
     """The error of groups whose sequences are no longer those that GroupReader.read counted."""
     return ValueError("groups: changed while they were read; give each build lists that no other code writes to")

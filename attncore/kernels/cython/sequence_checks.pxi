@@ -17,17 +17,9 @@ cdef struct Entry:
     bint hit
 
 
-cdef inline length_t shown_blocks(length_t query_len, length_t window, length_t block_size,
-                                  length_t needed) noexcept nogil:
-    """The whole blocks, of ``needed``, that hold what the queries of a windowed decode see, the first one's too."""
-    cdef slot_t reach = <slot_t> window + query_len - 1
-    cdef slot_t blocks = (reach - 1) // block_size + 1
-    return <length_t> blocks if blocks < needed else needed
-
-
-cdef inline length_t capped_len(length_t seq_len, length_t num_blocks, length_t block_size) noexcept nogil:
-    """The length that a windowed decode shows the kernel: ``num_blocks`` whole blocks and the started one."""
-    cdef slot_t cap = <slot_t> num_blocks * block_size + seq_len % block_size
+cdef inline length_t capped_len(length_t seq_len, length_t window, length_t block_size) noexcept nogil:
+    """The length that a windowed decode shows the kernel: whole blocks of the window and the started one."""
+    cdef slot_t cap = <slot_t> ((window - 1) // block_size + 1) * block_size + seq_len % block_size
     return seq_len if seq_len < cap else <length_t> cap
 
 
@@ -64,13 +56,12 @@ cdef inline void settle_entry(Entry* entry, length_t block_size, length_t window
     cdef length_t seq_len = entry.context_len + entry.query_len
     cdef length_t needed = (seq_len - 1) // block_size + 1
     cdef bint capped = window and not entry.is_prompt
-    cdef length_t shown = shown_blocks(entry.query_len, window, block_size, needed) if capped else 0
-    entry.kernel_len = capped_len(seq_len, shown, block_size) if capped else seq_len
+    entry.kernel_len = capped_len(seq_len, window, block_size) if capped else seq_len
     entry.row_start = entry.row_count = 0
     if entry.num_ids < 0:
         return
     if capped:
-        entry.row_count = min(shown + (seq_len % block_size != 0), needed)
+        entry.row_count = min((window - 1) // block_size + 1 + (seq_len % block_size != 0), needed)
         entry.row_start = needed - entry.row_count
     elif not entry.is_prompt or keeps_prompts:
         entry.row_count = entry.num_ids

@@ -16,13 +16,8 @@ ENTRY_COLUMNS = 10
 
 
 @jit
-def shown_blocks(query_len, window, block_size):
-    return (window + query_len - 2) // block_size + 1
-
-
-@jit
-def capped_len(seq_len, num_blocks, block_size):
-    return min(seq_len, num_blocks * block_size + seq_len % block_size)
+def capped_len(seq_len, window, block_size):
+    return min(seq_len, ((window - 1) // block_size + 1) * block_size + seq_len % block_size)
 
 
 @jit
@@ -54,13 +49,12 @@ def settle_entry(entry, block_size, window, keeps_prompts):
     seq_len = entry[CONTEXT_LEN] + entry[QUERY_LEN]
     needed = (seq_len - 1) // block_size + 1
     capped = window and not entry[IS_PROMPT]
-    shown = shown_blocks(entry[QUERY_LEN], window, block_size) if capped else 0
-    entry[KERNEL_LEN] = capped_len(seq_len, shown, block_size) if capped else seq_len
+    entry[KERNEL_LEN] = capped_len(seq_len, window, block_size) if capped else seq_len
     entry[ROW_START] = entry[ROW_COUNT] = 0
     if entry[NUM_IDS] < 0:
         return
     if capped:
-        entry[ROW_COUNT] = min(shown + (seq_len % block_size != 0), needed)
+        entry[ROW_COUNT] = min((window - 1) // block_size + 1 + (seq_len % block_size != 0), needed)
         entry[ROW_START] = needed - entry[ROW_COUNT]
     elif not entry[IS_PROMPT] or keeps_prompts:
         entry[ROW_COUNT] = entry[NUM_IDS]

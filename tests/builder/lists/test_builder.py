@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import oracles
 import pytest
+from builder.lists.decodes import backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -224,6 +225,26 @@ def test_a_step_is_filled_by_the_settings_that_it_was_measured_by(kernels, windo
     found = builder._build(groups, -1, allocate)
     for name, array in vars(expected.host._arrays).items():
         np.testing.assert_array_equal(getattr(found.host, name), array, name)
+
+
+def test_decodes_of_several_tokens_whose_window_leaves_out_keys(kernels):
+    """Of 18 tokens, the first of three queries sees 8 to 15; the row shows the last 8. NumPy's arrays say so alone."""
+    groups = [SequenceGroup(False, [Sequence(0, 3, 15, list(range(1, 10))), Sequence(1, 1, 15, list(range(1, 9)))])]
+    for_layers = CommonMetadataBuilder(2, "flash", sliding_window=8, kernels=kernels, backend=backend(2))
+    found = CommonMetadataBuilder(2, "flash", sliding_window=8, kernels=kernels).build(groups)
+    assert found.seq_lens.tolist() == [8, 8]
+    with pytest.raises(
+        ValueError, match=r"^groups\[0\].sequences\[0\].query_len: 3 on a decode with sliding_window 8; its"
+    ):
+        for_layers.build(groups)
+    for length in range(1, 12):
+        for count in range(1, length + 1):
+            group = [SequenceGroup(False, [Sequence(0, count, length - count, list(range(9)))])]
+            shown = min(length, 8 + length % 2)
+            with (
+                contextlib.nullcontext() if shown >= min(length, 7 + count) else pytest.raises(ValueError, match="keys")
+            ):
+                for_layers.build(group)
 
 
 class Clears:

@@ -21,7 +21,9 @@ class ListSteps:
         cross = settings.groups[-1].cross
         if not counts or (cross and "flashinfer" in layouts.values()):
             return None
-        decoding = settings.threshold if all(layout == "flash" for layout in layouts.values()) else 1
+        several = all(layout == "flash" for layout in layouts.values())
+        windowed = any(group.sliding_window is not None for group in settings.decoders)
+        decoding = settings.threshold if several and not windowed else 1  # else the builder may refuse them
         decodes = [
             name for name, count in counts.items()
             if held[name].computed and count <= decoding and (held[name].encoded or not held[name].encoder)
