@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 from fuzz.budget import examples
+from fuzz.steps.adopted_program import AdoptedProgram
 from fuzz.steps.list_program import ListProgram
 from fuzz.steps.program import Program
 from hypothesis import given
@@ -19,7 +20,16 @@ STEPS = 12
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(25)
+@examples(12)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_adopted_steps(kernels, seed):
+    program = AdoptedProgram(random.Random(seed), kernels)
+    for _ in range(STEPS):
+        program.step()
+
+
+@pytest.mark.parametrize("kernels", ["cython", "numba"])
+@examples(12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_list_steps(kernels, seed):
     program = ListProgram(random.Random(seed), kernels)
@@ -28,7 +38,7 @@ def test_list_steps(kernels, seed):
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(16)
+@examples(12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_steps(kernels, seed):
     with closing(Program(random.Random(seed), kernels)) as program:

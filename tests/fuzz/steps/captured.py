@@ -63,8 +63,16 @@ class CapturedSize:
 
     def look(self) -> None:
         if self.waiting:
+            self._look_at_plan(self.waiting[0])
             self.comparer.compare(self.waiting.popleft(), names=self.names, sides=("device",))
 
+    def _look_at_plan(self, part: Part) -> None:
+        """What was kept of a step, and its number, are those of the one that is replayed."""
+        if part.requests and self.settings.planned:
+            for one in self.metadata.groups.values():
+                assert one.kept == {"planned": self.step}, (*part.how, one.kept, self.step)
+
     def expect(self, part: Part) -> None:
+        self.step = part.any.step if part.metadata else -1
         self.waiting.append(replace(part, metadata=dict(self.metadata.groups), how=(*part.how, "captured"), whole=False,
                                     names=False))  # fmt: skip

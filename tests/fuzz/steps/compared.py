@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from fuzz.steps.rows import Group, Rank, Row, encoder_fields, fields_of, of_cross_group, pad, without_table
+from fuzz.steps.rows import Group, Rank, Row, encoder_fields, fields_of, of_cross_group, pad, paged, without_table
 from fuzz.steps.settings import Settings
 
 from attncore.builder.fields import ACTUAL_COUNTS, ARRAYS, COUNTS, ENCODER_ARRAYS
@@ -49,10 +49,14 @@ class Part:
     encoder: bool = True
     engine: bool = False
     """Whether it has the engine's own fields."""
+    requests: dict[str, Any] = field(default_factory=dict)
+    """What the program keeps of each."""
     tree_mask: bool = True
     """Whether it is of the builder that takes trees."""
     exact_on_host: frozenset[str] = frozenset()
     """Fields of which the host has the device's numbers, whatever it has of lengths: what an engine gave."""
+    lent: bool = False
+    """Whether padded rows have the pages of their lengths, as in adopted steps: block 0."""
     tableless: bool = False
     """Whether it is of prompts without a table, whose slots are -1."""
     lists: bool = False
@@ -89,6 +93,8 @@ class Comparer:
             found |= encoder_fields(rows, cross)
         if part.padded is not None:
             found = pad(found, *part.padded, self.settings.pad_seq_len)
+            if part.lent:
+                found |= paged(found["seq_lens"], [*found["block_table"], *[[0]] * part.padded[0]], group.size)
             if cross is not None and len(rows) < part.padded[0] and part.encoder:
                 longest = max((row.encoder for row in rows), default=0)
                 found["max_encoder_seq_len"] = max(longest, self.settings.pad_seq_len)

@@ -131,6 +131,7 @@ class Program:
         self.parts.adopts = True
         self._settle()
         requests.change()
+        requests.check()
         self.verdicts = {name: count for name, count in self.verdicts.items() if name not in requests.gone}
         requests.gone.clear()
         if draw.random() < 0.1:
@@ -192,7 +193,8 @@ class Program:
         rows, host_rows = (schedule.rows(self.requests, order, exact=exact) for exact in (True, False))
         padded = None if bucket is None else self.captured[bucket].padded
         return Part(dict(metadata.groups), rows, host_rows, (how,), self.settings.rank, padded,
-                    bounded=schedule.overlapped, of_tokens=isinstance(bucket, tuple), engine=True)  # fmt: skip
+                    bounded=schedule.overlapped, of_tokens=isinstance(bucket, tuple), engine=True,
+                    requests={name: self.requests.held[name] for name in order})  # fmt: skip
 
     def _fail(self, schedule: Schedule, bucket: Any) -> None:
         """A build whose fill or plan raises changes nothing, and the step before is as it was."""
@@ -375,6 +377,9 @@ class Program:
             self.verdicts = wrong
             for name, count in wrong.items():
                 requests.held[name].late += count
+        for part in [whole, *self.earlier]:
+            if draw.random() < 0.3 and part.requests:
+                self._write_numbers(part)
         if draw.random() < 0.7:
             numbers = [draw.randrange(1000) for _ in whole.rows]
             made: Any = draw.choice([list, np.array, torch.tensor])
@@ -385,6 +390,14 @@ class Program:
             requests.ids.leave(whole.any)
             for row in whole.rows:
                 requests.held[row.name].own = [-1] * requests.width
+
+    def _write_numbers(self, part: Part) -> None:
+        """Sets a column by the rows of a step; those whose request has left since are passed over."""
+        numbers = [self.draw.choice([0.25, 3.0, -8.0]) for _ in part.rows]
+        self.requests.number.write(part.any, numbers)
+        for row, number in zip(part.rows, numbers, strict=True):
+            if self.requests.held.get(row.name) is part.requests[row.name]:
+                part.requests[row.name].number = number
 
     def _tell(self, verdicts: dict[str, int]) -> None:
         """The host learns how many tokens of a step were rejected."""

@@ -88,6 +88,22 @@ class Requests:
             request.own = [draw.randrange(1000) for _ in range(self.width)]
             self.ids[name] = request.own if self.width > 1 else request.own[0]
 
+    def check(self) -> None:
+        """What the batch answers."""
+        batch, needy = self.batch, []
+        assert set(batch.req_ids) == self.held.keys()
+        for name, request in self.held.items():
+            assert batch.num_computed_tokens(name) == request.computed
+            assert batch.block_ids(name) == request.blocks
+            assert self.number[name] == request.number
+            if self.settings.spans:
+                assert batch.spans(name) == request.spans
+            short = any(len(request.blocks[one.name]) * one.block_size <= request.computed < MODEL_LEN
+                        for one in self.settings.groups if not one.cross)  # fmt: skip
+            if short and not request.paused:
+                needy.append(name)
+        assert set(batch.needs_block()) == set(needy)
+
     def leave(self, name: str, how: str) -> None:
         """The request is removed, or preempted."""
         request = self.held[name]

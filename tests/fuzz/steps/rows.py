@@ -132,7 +132,7 @@ def paged(lengths: list[int], tables: list[Sequence[int]], size: int) -> dict[st
         "paged_kv_indptr": sums(pages),
         "paged_kv_num_pages": pages,
         "paged_kv_last_page_len": [(length - 1) % size + 1 if length else 0 for length in lengths],
-        "paged_kv_indices": [block for table, count in zip(tables, pages, strict=True) for block in table[:count]],
+        "paged_kv_indices": [block for table, count in zip(tables, pages, strict=False) for block in table[:count]],
     }
 
 
