@@ -14,7 +14,7 @@ import pytest
 import torch
 from fuzz.steps.compared import as_list
 
-from attncore import BackendConfig
+from attncore import BackendConfig, CommonAttentionState
 from attncore.builder import (
     CommonMetadataBuilder,
     Sequence,
@@ -111,6 +111,9 @@ class ListProgram:
             max_seq_len_to_capture=LONGEST + 3 * self.size, encoder_decoder=self.encoders, backend=backend,
             kernels=kernels,
         )  # fmt: skip
+        self.state = CommonAttentionState(backend, self.builder)
+        with self.state.graph_capture(8):
+            self.captured = {size: self.state.metadata_for_capture(size) for size in draw.sample(range(1, 9), 3)}
         self.steps: list[Listed] = []
         self.profile = False
         """Whether the step's tables are null."""
@@ -123,13 +126,30 @@ class ListProgram:
             sequences = [Sequence(index, *row) for index, row in enumerate(rows)]
             more = {"encoder_seq_len": encoder, "cross_block_table": cross} if self.encoders else {}
             given.append(SequenceGroup(is_prompt, sequences, hit, **more))
+        decodes = [row for is_prompt, _, rows in groups for row in rows if not is_prompt and row[0] == 1 and row[2]]
+        captured = None
+        if pad >= 0 and len(decodes) == sum(len(rows) for *_, rows in groups) and draw.random() < 0.7:
+            pad = self.state.pad_size(len(decodes))
+            if pad >= 0 and draw.random() < 0.5:
+                fields = self._expected(groups, encoders, pad)
+                metadata = self.state.build(given, pad)
+                self._look(Listed(metadata, fields, ("in place",)))
+                self._look_at_captured(self.captured[metadata.num_reqs], fields)
+                return
         metadata = self.builder.build(given, pad)
+        if pad >= 0 and metadata.num_reqs in self.state.captured and metadata.max_query_len == 1:
+            captured = self.state.prepare(metadata)
+            assert captured is self.captured[metadata.num_reqs]
+            self._look_at_captured(captured, self._expected(groups, encoders, pad))
         whole = Listed(metadata, self._expected(groups, encoders, pad), ("step",))
         self._look(whole)
         for _ in range(draw.choice([0, 1, 3])):
             if not self._advance(metadata, groups):
                 break
             fields = self._expected(groups, encoders, pad)
+            if captured is not None and draw.random() < 0.7:
+                assert self.state.prepare(metadata) is captured
+                self._look_at_captured(captured, fields)
             if self.draw.random() < 0.7:
                 self._look(Listed(metadata, fields, ("advanced",)))
             else:
@@ -137,6 +157,17 @@ class ListProgram:
         self.steps = [*self.steps[-2:], Listed(metadata, self._expected(groups, encoders, pad), ("earlier",))]
         for one in self.steps:  # arrays of each step are its own
             self.compare(one)
+
+    def _look_at_captured(self, metadata: Any, fields: dict[str, Any]) -> None:
+        """What a graph of the size reads: every field has all rows, and counts are those of the capture."""
+        rows, count = len(fields["context_lens"]), fields["num_reqs"]
+        found = {name: value for name, value in fields.items() if not name.startswith(("num_", "max_"))}
+        for name in ("context_lens", "query_lens", "logits_indices"):
+            found[name] = found[name] + [0] * (count - rows)
+        found["query_start_loc"] = found["query_start_loc"] + [rows] * (count - rows)
+        found |= {"num_reqs": count, "num_tokens": count, "num_decode_tokens": count, "max_query_len": 1}
+        self.compare(Listed(metadata, found, ("captured",)))
+        self.state.begin_forward(metadata)
 
     def _drawn(self) -> tuple[list[Any], list[Any], int]:
         draw, groups, encoders = self.draw, [], []
@@ -311,8 +342,11 @@ class ListProgram:
             for of in both:
                 assert hasattr(of, name), where
                 found = as_list(getattr(of, name))
+                if name == "paged_kv_indices" and "captured" in part.how:
+                    assert not any(found[len(part.fields[name]) :]), where
+                    found = found[: len(part.fields[name])]
                 assert found == part.fields[name], (*where, found, part.fields[name])
         assert (metadata.decodes_first, metadata.from_groups, metadata.of_rank) == (False, True, False), part.how
-        if not part.missing and metadata.source is not None:
+        if not part.missing and metadata.source is not None and "num_prefill_tokens" in part.fields:
             prompts, decodes = part.fields["num_prefill_tokens"], part.fields["num_decode_tokens"]
             assert token_counts(metadata, "decoder") == (prompts, prompts, decodes), part.how
