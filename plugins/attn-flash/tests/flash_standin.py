@@ -110,6 +110,7 @@ class Generation2:
         _starts(cache_seqlens)
         if k_cache.shape[1] % 256:
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        _table(block_table)
         if len(block_table) != len(q) or len(cache_seqlens) != len(q):
             raise RuntimeError("block_table and seqlens_k must have a row for each of q")
         capacity = block_table.shape[1] * k_cache.shape[1]
@@ -145,6 +146,7 @@ class Generation2:
             if return_attn_probs:
                 raise RuntimeError("the log-sum-exp of rows of one token is laid out by head groups")
             starts = list(range(rows + 1))
+        _table(block_table)
         if block_table is not None and (k.shape[1] % 256 or len(block_table) != rows):
             raise RuntimeError("Paged KV cache block size must be divisible by 256, its table a row each")
         plain = window_size[0] < 0 or window_size[0] >= max_seqlen_k
@@ -221,6 +223,7 @@ class Generation3:
             raise RuntimeError("When context parallelism is disabled, cp_rank must be zero")
         if q.dim() != 3 or cu_seqlens_q is None:
             raise RuntimeError("This flash attention build only supports varlen (for build size reasons).")
+        _table(page_table)
         if (cu_seqlens_k is None) == (page_table is None) or (page_table is None) != (seqused_k is None):
             raise RuntimeError("either packed keys with their starts, or pages with lengths")
         built = {"logits_soft_cap": softcap > 0, "sliding_window": window_size_left >= 0, "sinks": s_aux is not None}
@@ -321,6 +324,7 @@ class Generation4:
     ) -> Any:  # fmt: skip
         """Rows of one length (q of four dimensions) or of any, over packed keys or a paged cache."""
         self.calls.append(("varlen", {name: part for name, part in locals().items() if name != "self"}))
+        _table(page_table)
         assert page_table is None or cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
         assert v.dtype in (torch.float16, torch.bfloat16), "inputs must be float16 or bfloat16"
         _starts(cu_seqlens_q, cu_seqlens_k, seqused_k)
@@ -352,6 +356,11 @@ class Generation4:
             return found, found_lse.transpose(0, 1).contiguous() if return_lse else None
         lse = found_lse.unflatten(0, (rows, q.shape[1])).transpose(1, 2).contiguous()
         return found.view_as(q), lse if return_lse else None
+
+
+def _table(table: Tensor | None) -> None:
+    if table is not None and table.stride(-1) != 1:
+        raise RuntimeError(f"block_table must have contiguous last dimension, not {table.shape} {table.stride()}")
 
 
 def install(monkeypatch: Any, generation: str, library: Any) -> Any:

@@ -213,8 +213,11 @@ def cross_segments(metadata: AttentionMetadata, *, cached: bool) -> tuple[Segmen
     """The segments of a step in a cross layer. In steps of the list builder prompts attend over this step's encoder
     keys, for their rows of the table are empty; elsewhere, with a cache (``cached``), all keys are there.
     """
+    table = metadata.cross_block_table
+    if not table.shape[1]:  # the list builder's, of decodes without encoder tokens; libraries take no such table
+        table = table.new_zeros((table.shape[0], 1))
     rows = _Rows(
-        metadata.cross_block_table, metadata.encoder_seq_lens, metadata.query_start_loc,
+        table, metadata.encoder_seq_lens, metadata.query_start_loc,
         metadata.encoder_seq_start_loc, metadata.encoder_query_start_loc,
     )  # fmt: skip
     num_reqs, num_tokens, longest = metadata.num_reqs, metadata.num_tokens, metadata.max_encoder_seq_len
