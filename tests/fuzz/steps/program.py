@@ -175,6 +175,7 @@ class Program:
                 metadata.abandon()
                 metadata = self.builder.build(*schedule.given, **schedule.options, bucket=bucket)
         self.building = None
+        self.requests.move(metadata.moves)
         whole = self._whole(metadata, schedule, bucket)
         if self.settings.planned:
             for one in whole.metadata.values():
@@ -193,6 +194,7 @@ class Program:
     def _whole(self, metadata: Any, schedule: Schedule, bucket: Any, how: str = "step") -> Part:
         order = list(metadata.req_ids)
         assert set(order) == schedule.running
+        assert how in ("fill", "plan") or self.requests.by_row[: len(order)] == order
         rows, host_rows = (schedule.rows(self.requests, order, exact=exact) for exact in (True, False))
         padded = None if bucket is None else self.captured[bucket].padded
         return Part(dict(metadata.groups), rows, host_rows, (how,), self.settings.rank, padded,
@@ -273,6 +275,7 @@ class Program:
     def _by_another(self, schedule: Schedule) -> None:
         """A step of another builder of the batch, whose steps are NumPy arrays."""
         metadata = self.other.build(*schedule.given, **schedule.options)
+        self.requests.move(metadata.moves)
         whole = replace(self._whole(metadata, schedule, None, "another builder"), engine=False, tree_mask=False)
         self.comparer.compare(whole)
         self.last = None
@@ -297,10 +300,12 @@ class Program:
         steps: Any = self.builder.steps_ahead
         self._forget()
         order = list(steps.first.req_ids)
+        requests.move(steps.first.moves)
+        assert requests.by_row[: len(order)] == order
         assert set(order) == running
         first = [requests.row(name, 1, self.settings.threshold, None, exact=False) for name in order]
         every = [[row.moved(index) for row in first] for index in range(count)]
-        until = draw.choice([count, count, draw.randint(0, count)])
+        until, moves = draw.choice([count, count, draw.randint(0, count)]), tuple(steps.first.moves)
         built = Part(dict(steps.first.groups), first, first, ("ahead",), None, size.padded, engine=True)
         if self.settings.transport != "graph" and (not until or draw.random() < 0.5):
             self._look(built, deep=False)
@@ -324,6 +329,8 @@ class Program:
         if until < count or draw.random() < 0.2:
             self._not_made(steps.stop)
             assert steps.stop() == until == len(steps)
+            if not until:  # the step was taken back, and its moves
+                requests.move(reversed(moves))
         for index in range(until if every else 0):
             part = Part(dict(steps[index].groups), every[index], every[index], (f"steps[{index}]",), None, size.padded,
                         whole=False)  # fmt: skip

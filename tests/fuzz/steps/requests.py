@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ class Requests:
         self.free = {group.name: draw.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1) for group in settings.groups}
         self.free |= {group.name: draw.sample(range(1, 40), 39) for group in settings.states}
         self.held: dict[str, Request] = {}
+        self.by_row: list[str | None] = [None] * MAX_REQS
+        """What an engine keeps by rows, which follows what is said of moves alone."""
         self.gone: set[str] = set()
         """Names whose requests left, or lost their tokens, since the last step."""
         self.width = settings.threshold
@@ -56,7 +59,9 @@ class Requests:
         if draw.random() < 0.2:
             self._release()
         if draw.random() < 0.2 and self.batch.num_rows > 1:
-            self.batch.swap_rows(*draw.sample(range(self.batch.num_rows), 2))
+            swapped = draw.sample(range(self.batch.num_rows), 2)
+            self.batch.swap_rows(*swapped)
+            self.move([swapped])
 
     def _release(self) -> None:
         most = 12  # no more are taken back
@@ -88,9 +93,15 @@ class Requests:
             request.own = [draw.randrange(1000) for _ in range(self.width)]
             self.ids[name] = request.own if self.width > 1 else request.own[0]
 
+    def move(self, moves: Iterable[Sequence[int]]) -> None:
+        """Follows swaps of rows."""
+        for one, other in moves:
+            self.by_row[one], self.by_row[other] = self.by_row[other], self.by_row[one]
+
     def check(self) -> None:
         """What the batch answers."""
         batch, needy = self.batch, []
+        assert [name for name in self.by_row if name is not None] == list(batch.req_ids)
         assert set(batch.req_ids) == self.held.keys()
         for name, request in self.held.items():
             assert batch.num_computed_tokens(name) == request.computed
@@ -110,6 +121,7 @@ class Requests:
         self.gone.add(name)
         if how == "remove":
             self._give_back(name, self.batch.remove_request(name))
+            self.by_row[self.by_row.index(name)] = None
             del self.held[name]
             return
         self._give_back(name, self.batch.preempt(name))
@@ -171,7 +183,9 @@ class Requests:
             request.blocks[group] = [self.free[group].pop() for _ in range(count)]
         options = {"encoder_seq_len": encoder, "encoder_computed": draw.random() < 0.3} if cross else {}
         request.encoded, request.computed = options.get("encoder_computed", False), computed
-        self.batch.add_request(name, request.blocks, computed, **options)
+        row = self.batch.add_request(name, request.blocks, computed, **options)
+        assert self.by_row[row] is None
+        self.by_row[row] = name
         self.held[name] = request
         request.own = [-1] * self.width
         if draw.random() < 0.7:
