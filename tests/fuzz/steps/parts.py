@@ -99,6 +99,12 @@ class Parts:
         for one in slices:
             cut = one.token_start != starts[one.req_start] or one.token_stop != starts[one.req_stop]
             refused = part.padded is not None or (cut and self._uncut(part, one))
+            if (
+                refused
+                and {"tree_mask", "span_ends"} & part.missing
+                and any(any(row.masks + row.ends) for row in part.rows)
+            ):
+                return found  # trees and spans that were skipped are not known
             of_groups = {}
             for name, metadata in part.metadata.items():
                 size = self.groups[name].size // (part.rank.world if part.rank else 1)
