@@ -13,6 +13,7 @@ import oracles
 import pytest
 import torch
 from fuzz.steps.compared import as_list
+from interrupted_calls import AtOpcode
 
 from attncore import BackendConfig, CommonAttentionState
 from attncore.builder import (
@@ -27,6 +28,7 @@ from attncore.builder import (
 )
 from attncore.builder.blocks.microbatches import BatchSlice
 from attncore.builder.fields import ARRAYS, DERIVED, ENCODER_ARRAYS
+from attncore.errors import CaptureError
 from attncore.reference import ReferenceBackend
 
 OF_TOKENS = ("slot_mapping", "positions")
@@ -132,12 +134,17 @@ class ListProgram:
             pad = self.state.pad_size(len(decodes))
             if pad >= 0 and draw.random() < 0.5:
                 fields = self._expected(groups, encoders, pad)
+                self._interrupt(lambda: self.state.build(given, pad))
                 metadata = self.state.build(given, pad)
                 self._look(Listed(metadata, fields, ("in place",)))
                 self._look_at_captured(self.captured[metadata.num_reqs], fields)
                 return
+        self._interrupt(lambda: self.builder.build(given, pad))
         metadata = self.builder.build(given, pad)
         if pad >= 0 and metadata.num_reqs in self.state.captured and metadata.max_query_len == 1:
+            if self._interrupt(lambda: self.state.prepare(metadata)):
+                with pytest.raises(CaptureError):  # also where all was written but the last line
+                    self.state.begin_forward(metadata)
             captured = self.state.prepare(metadata)
             assert captured is self.captured[metadata.num_reqs]
             self._look_at_captured(captured, self._expected(groups, encoders, pad))
@@ -168,6 +175,14 @@ class ListProgram:
         found |= {"num_reqs": count, "num_tokens": count, "num_decode_tokens": count, "max_query_len": 1}
         self.compare(Listed(metadata, found, ("captured",)))
         self.state.begin_forward(metadata)
+
+    def _interrupt(self, call: Any) -> bool:
+        """Sometimes makes a call that is interrupted from outside; whether it was."""
+        if self.draw.random() < 0.85:
+            return False
+        with AtOpcode(self.draw.choice([100, 400, self.draw.randrange(1500)])) as interrupt:
+            call()
+        return bool(interrupt.fired)
 
     def _drawn(self) -> tuple[list[Any], list[Any], int]:
         draw, groups, encoders = self.draw, [], []
@@ -214,7 +229,11 @@ class ListProgram:
                 row[2].append(self.draw.randrange(1, 900))  # the list that the Sequence holds
         tokens = torch.zeros(metadata.num_reqs, dtype=torch.int64)
         sampled = torch.tensor([self.draw.randrange(99) for _ in rows])
-        metadata.advance_step(tokens, sampled)
+        before = metadata.advanced
+        self._interrupt(lambda: metadata.advance_step(tokens, sampled))
+        if metadata.advanced == before:
+            metadata.advance_step(tokens, sampled)
+        assert metadata.advanced == before + 1
         assert tokens.tolist() == sampled.tolist() + [0] * (metadata.num_reqs - len(rows))
         return True
 
