@@ -20,7 +20,7 @@ from fuzz.steps.parts import Parts
 from fuzz.steps.requests import Requests
 from fuzz.steps.rows import Row
 from fuzz.steps.schedule import Schedule, draw_ahead, draw_schedule
-from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, draw_needs, draw_settings
+from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, WORDS, draw_needs, draw_settings
 from interrupted_calls import AtOpcode
 
 from attncore import MetadataBuilder
@@ -319,6 +319,9 @@ class Program:
             else:
                 steps.replay(size.graphs[several], several)
             assert not size.waiting
+            if draw.random() < 0.3:  # fields that nobody asked for before are there, or an error
+                now = replace(built, rows=every[at + several - 1], how=("ahead, now",), ahead=True)
+                self.comparer.compare(now, sides=("device",), names=WORDS, some=0.5)
         if 0 < until < count and draw.random() < 0.4:
             names = [name for name in order if draw.random() < 0.4]
             for name in names:
