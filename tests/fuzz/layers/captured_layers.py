@@ -50,9 +50,10 @@ class CapturedLayers:
         self.with_lse = with_lse
 
     def run(
-        self, metadata: Any, queries: list[Tensor], new: dict[tuple[str, int], list[Tensor]]
+        self, built: Any, queries: list[Tensor], new: dict[tuple[str, int], list[Tensor]]
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Output and perhaps log-sum-exp of each layer for a step that was built for this size; padding holds NaN."""
+        """Output and perhaps log-sum-exp of each layer for what was ``built`` for this size, a step or the next of the
+        steps ahead; padding holds NaN."""
         count = len(queries[0])
         for held, fresh in [
             *zip(self.queries, queries, strict=True),
@@ -61,7 +62,7 @@ class CapturedLayers:
         ]:  # fmt: skip
             held[:count] = self.numbers.sent(fresh)
             held[count:] = float("nan")
-        metadata.replay(self.graph)
+        built.replay(self.graph)
         found = [output[:count].clone() for output in self.outputs]
         return [(output, sums[:count].clone() if self.with_lse else None) for output, sums in
                 zip(found, self.sums, strict=True)]  # fmt: skip

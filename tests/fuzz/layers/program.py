@@ -9,8 +9,10 @@ import torch
 from fuzz.layers.attention import attend
 from fuzz.layers.caches import Numbers, new_cache, nobodys
 from fuzz.layers.captured_layers import CapturedLayers
+from fuzz.layers.compositions import Compositions
 from fuzz.layers.list_steps import ListSteps
-from fuzz.layers.parts import Part, Parts
+from fuzz.layers.over_ranks import OverRanks
+from fuzz.layers.parts import Part, Parts, Run
 from fuzz.layers.requests import Requests
 from fuzz.layers.settings import (
     MAX_ENCODER,
@@ -76,14 +78,20 @@ class Program:
                 self.caches[layer.group, layer.cache] = made
                 self.scales[layer.group, layer.cache] = self._drawn_scales()
             self.impls.append(self._made_layer(number, layer))
+        self.rejected = self._drawn_verdicts()
+        self.verdicts: dict[str, int] = {}
+        """Rejected tokens of the last step, of which the host does not know."""
         self.builder = MetadataBuilder(
             self.requests.batch, self.backends if len(self.backends) > 1 else self.backends["g0"],
             max_num_batched_tokens=2 * settings.sizes.model_len, max_num_encoder_tokens=MAX_REQS * MAX_ENCODER,
             decode_threshold=settings.threshold, draft_trees=settings.trees,
             transport="copy" if tested.on_device else settings.transport,
+            **({"num_rejected": self.rejected} if self.rejected is not None else {}),
         )  # fmt: skip
         self.parts = Parts(draw, settings, self.requests, self.backends, self.numbers)
         self.parts.more += [ListSteps(self.parts).of]
+        Compositions(self.parts, tested, self.builder)
+        OverRanks(self.parts, tested)
         self.recurrent = RecurrentLayer(MAX_REQS + 3)
         self.captured: dict[Any, CapturedLayers] = {}
         """By bucket."""
@@ -171,34 +179,120 @@ class Program:
             self.step()
         self.check()
 
+    def _drawn_verdicts(self) -> Tensor | None:
+        """Where drafts are judged on the device: sometimes, where backends run by bounds of lengths."""
+        settings, specs = self.settings, [backend.spec for backend in self.backends.values()]
+        alone = settings.trees or settings.spans or settings.states
+        if alone or any(spec is None or spec.host_lengths == "exact" for spec in specs) or self.draw.random() < 0.6:
+            return None
+        settings.transport = "copy"
+        return torch.zeros(MAX_REQS, dtype=torch.int32, device=self.backends["g0"].config.device)
+
+    def _tell_verdicts(self) -> None:
+        """The host hears what was rejected."""
+        held, batch = self.requests.held, self.requests.batch
+        batch.rollback_many({name: count for name, count in self.verdicts.items() if name in batch})
+        for name in self.verdicts.keys() & held.keys():
+            held[name].ahead = 0
+        self.verdicts = {}
+
     def step(self) -> None:
         if self.tested.lags and self.draw.random() < 0.7:
             torch.cuda._sleep(self.draw.choice([10**5, 10**6, 10**7]))
         requests = self.requests
-        requests.change()
+        overlapped = bool(self.verdicts) and self.draw.random() < 0.7
+        if overlapped:
+            requests.arrive()
+        else:
+            self._tell_verdicts()
+            requests.change()
         self._change_layers()
         self._move_blocks()
         bucket = self.draw.choice([None, *self.captured])
+        if isinstance(bucket, int) and not overlapped and self.draw.random() < 0.5 and self._run_ahead(bucket):
+            return
         scheduled = self._scheduled(bucket)
         trees = {} if isinstance(bucket, tuple) else self._trees(scheduled)
-        metadata = self.builder.build(scheduled, bucket=bucket, **({"trees": trees} if trees else {}))
+        metadata = self.builder.build(
+            scheduled, bucket=bucket, overlapped=overlapped, **({"trees": trees} if trees else {})
+        )
+        if self.draw.random() < 0.5:  # while the step runs, or behind it
+            self._tell_verdicts()
         groups = dict(metadata.groups)
         step = self._new_step({name: scheduled[name] for name in metadata.req_ids}, trees)
-        queries = [
-            self.numbers.rows(len(step.tokens), self.settings.heads, self.settings.head_size) for _ in self.impls
-        ]
-        whole = Part(groups, [*range(len(step.tokens))])
+        queries = self._queries(step)
         if bucket is None:
-            found = self._eager(whole, step, queries)
+            whole = Part(groups, [*range(len(step.tokens))])
+            found = self._eager(whole, step, queries, bounded=overlapped)
         else:
-            new = {
-                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
-                for layer in self.settings.layers
-            }
-            returned = self.captured[bucket].run(metadata, queries, new)
-            found = [(number, whole, *one) for number, one in enumerate(returned)]
+            found = self._replayed(bucket, metadata, groups, step, queries)
+        self._finish(step, metadata, queries, found, replayed=bucket is not None)
+        self._tell_verdicts()
+        if self.rejected is not None:
+            self._judge(step)
+
+    def _judge(self, step: Step) -> None:
+        """The sampler rejects drafts, on the device."""
+        wrong = {
+            name: self.draw.randint(0, count - 1) if count <= self.settings.threshold else 0
+            for name, count in step.counts.items()
+        }
+        assert self.rejected is not None
+        self.rejected[: len(wrong)] = torch.tensor([*wrong.values()], dtype=torch.int32)
+        for name, count in wrong.items():
+            request = self.requests.held[name]
+            request.keep(request.computed - count)
+            request.ahead = count
+        self.verdicts = wrong
+
+    def _queries(self, step: Step) -> list[Tensor]:
+        return [self.numbers.rows(len(step.tokens), self.settings.heads, self.settings.head_size) for _ in self.impls]
+
+    def _replayed(
+        self, bucket: Any, built: Any, groups: dict[str, Any], step: Step, queries: list[Tensor]
+    ) -> list[Result]:
+        new = {
+            (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
+            for layer in self.settings.layers
+        }
+        whole = Part(groups, [*range(len(step.tokens))])
+        returned = self.captured[bucket].run(built, queries, new)
+        return [(number, whole, *one) for number, one in enumerate(returned)]
+
+    def _run_ahead(self, bucket: int) -> bool:
+        """Steps of one token each that the device makes of one another; False where they were refused."""
+        held, draw = self.requests.held, self.draw
+        count = draw.randint(1, 4)
+        ready = [
+            name for name, request in held.items()
+            if request.computed and request.computed + count <= self.settings.sizes.model_len
+            and (request.encoded or not request.encoder)
+            and not any(start < request.computed + count and stop > request.computed for start, stop in request.spans)
+        ][:bucket]  # fmt: skip
+        if self.captured[bucket].each != 1 or not ready:
+            return False
+        for name in ready:
+            self.requests.make_room(name, held[name].computed + count)
+        resting = {name: 0 for name in held if name not in ready}
+        try:
+            steps = self.builder.run_ahead(count, bucket=bucket, scheduled=resting)
+        except ValueError as refused:
+            if not str(refused).startswith("run_ahead"):
+                raise
+            return False
+        for index in range(draw.choice([count, count, draw.randint(1, count)])):
+            step = self._new_step(dict.fromkeys(steps.first.req_ids, 1), {})
+            queries = self._queries(step)
+            found = self._replayed(bucket, steps, {}, step, queries)
+            self._finish(step, steps[index] if self.settings.states else None, queries, found, replayed=True)
+        if steps.left:
+            assert steps.stop() == index + 1
+        return True
+
+    def _finish(self, step: Step, metadata: Any, queries: list[Tensor], found: list[Result], *, replayed: bool) -> None:
+        """Compares what layers gave, and goes on behind the step."""
         if self.settings.states:
-            self._check_states(step, metadata, [] if bucket is not None else [part for _, part, *_ in found])
+            self._check_states(step, metadata, [] if replayed else [part for _, part, *_ in found])
         self._remember(step)
         for number, part, output, sums in found:
             self._compare(number, part, queries[number], step, output, sums)
@@ -239,9 +333,11 @@ class Program:
             if self.settings.trees and 1 < count <= self.settings.threshold and self.draw.random() < 0.6
         }
 
-    def _eager(self, whole: Part, step: Step, queries: list[Tensor]) -> list[Result]:
+    def _eager(self, whole: Part, step: Step, queries: list[Tensor], *, bounded: bool) -> list[Result]:
         """Runs the layers over the step's parts."""
-        parts = self.parts.of(whole, step.counts, trees=bool(step.trees)) if step.tokens else [whole]
+        parts = [whole]
+        if step.tokens:
+            parts = self.parts.of(whole, step.counts, trees=bool(step.trees), bounded=bounded)
         layers = range(len(self.impls))
         planned = any(backend.has_plan for backend in self.backends.values())
         if planned or self.draw.random() < 0.5:  # a backend may keep one plan of eager steps
@@ -298,11 +394,16 @@ class Program:
         total = max(metadata.num_tokens, count) + draw.choice([0, 0, 0, 2])
         query = numbers.given(queries[part.tokens], total)
         keys, values = self._keys(layer, part, step, total)
+        if part.attend is not None:
+            given = [None if one is None else one[:count] for one in (query, keys, values)]
+            composed = part.attend(Run(number, layer, impl, metadata, *given, cache))
+            if composed is not None:
+                return tuple(None if one is None else one[:count].cpu().clone() for one in composed)
         write = layer.writes
         if write and draw.random() < 0.3:
             impl.write_cache(keys, values, cache, metadata)
             write = False
-        needed = part.new or layer.whole or not self._has_tables(part, step)
+        needed = layer.whole or not self._has_tables(part, step)
         if not write and not needed and draw.random() < 0.7:
             keys = values = None
         output = None

@@ -140,7 +140,7 @@ def draw_groups(draw: random.Random, settings: Settings, features: frozenset[str
     settings.states = not settings.trees and draw.random() < 0.15
     drafts = not settings.states and "multi_token_decode" in features and draw.random() < 0.5
     settings.threshold = draw.choice([3, 5]) if settings.trees else draw.choice([2, 3]) if drafts else 1
-    settings.transport = draw.choice(["auto", "auto", "copy"])
+    settings.transport = draw.choice(["auto", "copy"])
 
 
 def draw_layers(draw: random.Random, settings: Settings, features: frozenset[str]) -> None:
