@@ -137,7 +137,7 @@ def test_where_all_are_there_no_line_says_what_is_not(site, capsys):
 
 ASK = "print({who!r}, gc.isenabled(), len(gc.get_objects()) < {most}, file=sys.stderr)"
 OF_A_PROCESS = f"""
-import atexit, gc, sys
+import atexit, gc, importlib.metadata, sys  # which loads json from Python 3.13 on
 before = set(sys.modules)
 atexit.register(lambda: {ASK.format(who="end", most=1_000)})
 sys.path[:] = {{path!r}}

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from interrupted_calls import AtOpcode
+from interrupted_calls import AtTracedOpcode
 from planting import SPEC
 from process_changes import settings
 
@@ -23,8 +23,8 @@ os.environ["ATTNCORE_STRICT_PLUGINS"] = "x"
 """
 
 
-class OnceAtOpcode(AtOpcode):
-    """As AtOpcode, once: the function that traces is one of the settings that are restored."""
+class OnceAtOpcode(AtTracedOpcode):
+    """As AtTracedOpcode, once: the function that traces is one of the settings that are restored."""
 
     def _trace(self, frame, event, argument):
         return None if self.fired else super()._trace(frame, event, argument)
