@@ -1,8 +1,10 @@
 """What layers compute over random steps, however a step is handed over: dense float64 attention.
 
-Each program draws a backend's sizes, groups of layers, caches of any form, requests that come and go, and then steps:
-whole, in views of views, slices, cuts, from another process, adopted, in chunks of local attention, padded for captured
-sizes, with drafts, trees, spans and encoders, by every method of a layer.
+Each program draws a backend's sizes, groups of layers and of states, caches of any form, requests that come, go and
+share prefixes, and then steps: whole, in views of views, slices, cuts, from another process, adopted, of the list
+builder, in chunks of local attention, without a cache, padded for captured sizes, ahead and overlapped, with drafts,
+trees, spans and encoders, by every method of a layer; and results that are merged from parts, of contexts in chunks,
+cascades and ranks.
 """
 
 import os
@@ -28,7 +30,7 @@ def run(seed, tested):
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["selected", "by hand"])
-@examples(15)
+@examples(5)
 @given(seed=seeds)
 def test_reference(by_hand, seed):
     run(seed, backends.reference(by_hand=by_hand))
@@ -43,13 +45,13 @@ def patch(tmp_path):
 
 
 @pytest.mark.parametrize("generation", ["2", "3", "3_vllm", "4"])
-@examples(5)
+@examples(2)
 @given(seed=seeds)
 def test_flash(patch, generation, seed):
     run(seed, backends.flash(generation, patch))
 
 
-@examples(12)
+@examples(5)
 @given(seed=seeds)
 def test_flashinfer(seed):
     run(seed, backends.flashinfer())
@@ -68,13 +70,13 @@ def test_latent_flashinfer(seed):
 
 
 @pytest.mark.parametrize("variant", ["ck", "aiter", "aiter_paged"])
-@examples(6)
+@examples(3)
 @given(seed=seeds)
 def test_rocm(patch, variant, seed):
     run(seed, backends.rocm(variant, patch))
 
 
-@pytest.mark.parametrize(("kernel", "count"), [("sdpa", 3), ("triton", 1)])
+@pytest.mark.parametrize(("kernel", "count"), [("sdpa", 1), ("triton", 1)])
 @examples(1)
 @given(seed=seeds)
 def test_rocm_in_a_process_of_its_own(tmp_path, kernel, count, seed):

@@ -344,14 +344,15 @@ class Program:
             runs = [(number, part) for part in parts for number in layers]
         else:
             runs = [(number, part) for number in layers for part in parts]
-        found, at = [], whole
+        found: list[Result] = []
+        at: Part | None = whole
         for number, part in runs:
             if self.settings.layers[number].whole and not self._is_whole(part, step):
                 continue
             if planned and part is not at:
                 for group, metadata in part.metadata.items():
                     self.backends[group].plan(metadata)
-            at = part
+            at = part if part.attend is None else None  # which plans steps of its own
             found.append((number, part, *self._run(number, part, queries[number], step)))
         return found
 
