@@ -33,8 +33,8 @@ class Interrupt(BaseException):
 class AtTracedOpcode:
     """Raises Interrupt before opcode number ``count`` of attncore; ``fired`` says whether there were so many.
 
-    From Python 3.12 on, opcodes of a function's first call, and in 3.12 those of all that were called before, may not be
-    traced."""
+    From Python 3.12 on, opcodes of a function's first call may not be traced, and in 3.12 those of all that were called
+    before, neither."""
 
     def __init__(self, count):
         self.left, self.fired = count, False
