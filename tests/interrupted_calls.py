@@ -33,8 +33,7 @@ class Interrupt(BaseException):
 class AtTracedOpcode:
     """Raises Interrupt before opcode number ``count`` of attncore; ``fired`` says whether there were so many.
 
-    From Python 3.12 on, opcodes of a function's first call may not be traced, and in 3.12 those of all that were called
-    before, neither."""
+    From Python 3.12 on the opcodes of a call may not be traced where they never were before."""
 
     def __init__(self, count):
         self.left, self.fired = count, False
