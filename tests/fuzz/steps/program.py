@@ -396,7 +396,7 @@ class Program:
             request.computed += row.count
             request.encoded = True
         if self.rejected is not None and judged:
-            wrong = {row.name: draw.randint(0, min(row.count - 1, 4)) if draw.random() < 0.6 else 0
+            wrong = {row.name: min(draw.randint(0, 4), row.count - 1)
                      for row in whole.rows}  # fmt: skip
             self.rejected[: len(wrong)] = torch.tensor(list(wrong.values()), dtype=torch.int32)
             self.verdicts = wrong

@@ -174,7 +174,9 @@ class Requests:
 
     def add(self) -> None:
         draw = self.draw
-        name = draw.choice([name for name in map("r{}".format, range(9)) if name not in self.held])
+        names = [name for name in map("r{}".format, range(9)) if name not in self.held]
+        again = sorted(self.gone.intersection(names))  # another request of the name of one that has just left
+        name = draw.choice(again if again and draw.random() < 0.6 else names)
         cross = self.settings.cross
         encoder = draw.choice([0, 1, 5, MAX_ENCODER]) if cross else 0
         computed = draw.choice([0, 0, 0, draw.randint(0, 20)])

@@ -89,7 +89,7 @@ def draw_settings(draw: random.Random, kernels: str) -> Settings:
     found.planned = found.backend and draw.random() < 0.3
     found.poison = draw.random() < 0.15
     if special != "states" and not (rank and found.backend):
-        found.threshold = draw.choice([3, 6]) if found.trees else draw.choice([1, 2, 4])
+        found.threshold = draw.choice([3, 6]) if found.trees else draw.choice([2, 4] if found.overlap else [1, 2, 4])
     found.pad_seq_len = draw.choice([0, 1]) if found.backend else 0
     draw_needs(draw, found)
     return found
