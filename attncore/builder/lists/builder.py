@@ -170,11 +170,11 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         sizes = reader.num_seqs, num_reqs, num_tokens, width, num_pages
-        if self._sliding_window and measures.max_decode_query_len > 1 and self._backend is not None:
-            error_texts.refuse_decodes_without_keys(groups, self._block_size, self._sliding_window)
         maps = self._placeholder_maps(groups, pad, sizes) if reader.placeholder_group >= 0 else None
         host, step = allocate(*sizes), self.last_step + 1
         self._fill(pad, vars(host._arrays))
+        if self._sliding_window and measures.max_decode_query_len > 1 and self._backend is not None:
+            self._check_decodes(groups, vars(host._arrays), measures.num_prefills)
         metadata = self.metadata_class(
             host,
             self.wrap,
@@ -228,6 +228,16 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 dialect.name,
             )
         return measures
+
+    def _check_decodes(self, groups: Any, host: dict[str, Any], first: int) -> None:
+        """ValueError for a decode, of those from row ``first`` on, of which a token sees keys that its row of the table
+        does not show. None is in the buffers of a graph, which hold decodes of one token.
+        """
+        rows = slice(first, self._reader.num_seqs)
+        queries, contexts = host["query_lens"][rows], host["context_lens"][rows]
+        seen = np.minimum(contexts, min((self._sliding_window or 0) - 1, INT32_MAX))  # ahead of the first token
+        if (host["seq_lens"][rows] - queries < seen).any():  # reading the groups again takes many times as long
+            error_texts.refuse_decodes_without_keys(groups, self._block_size, self._sliding_window or 0)
 
     def _placeholder_maps(self, groups: Any, pad: int, sizes: Any) -> dict[str, PlaceholderMap]:
         """The maps of the step that was read. It is filled twice, first here: a step whose placeholders are refused
