@@ -20,7 +20,7 @@ STEPS = 12
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(12)
+@examples(10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_adopted_steps(kernels, seed):
     program = AdoptedProgram(random.Random(seed), kernels)
@@ -29,7 +29,7 @@ def test_adopted_steps(kernels, seed):
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(12)
+@examples(10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_list_steps(kernels, seed):
     program = ListProgram(random.Random(seed), kernels)
@@ -38,7 +38,7 @@ def test_list_steps(kernels, seed):
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
-@examples(12)
+@examples(10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_steps(kernels, seed):
     with closing(Program(random.Random(seed), kernels)) as program:
