@@ -21,6 +21,9 @@ from attncore import InputBatch, MetadataBuilder
 from attncore.builder import ContextParallel
 from attncore.ranks import exchange, over_ranks
 
+TIMEOUT = 600
+"""Seconds, in which a rank's kernels may have to be compiled."""
+
 
 @dataclass
 class Group:
@@ -36,9 +39,9 @@ class Group:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> None:
         self.sent[self.rank] = sent
-        self.barrier.wait(60)
+        self.barrier.wait(TIMEOUT)
         received.view(self.size, -1).copy_(torch.stack([self.sent[rank] for rank in range(self.size)]))
-        self.barrier.wait(60)
+        self.barrier.wait(TIMEOUT)
 
 
 @contextmanager
@@ -59,6 +62,8 @@ def distributed() -> Iterator[None]:
 class OverRanks:
     def __init__(self, parts: Parts, tested: Tested) -> None:
         self.parts, self.settings, self.tested, self.draw = parts, parts.settings, tested, parts.draw
+        self.backends: list[Any] = []
+        """Of the ranks."""
         self.made: dict[int, list[Any]] = {}
         """By layer, that of each rank."""
         size, count = self.settings.block_size, self.draw.choice([2, 3])
@@ -86,11 +91,12 @@ class OverRanks:
 
     def _impls(self, run: Run) -> list[Any]:
         if run.number not in self.made:
-            features = dict(run.layer.features, k_scale=run.impl.k_scale, v_scale=run.impl.v_scale)
-            self.made[run.number] = [
-                over_ranks(self.tested.make(self.settings), ranks, group=group).impl("0", **features)
+            self.backends = self.backends or [
+                over_ranks(self.tested.make(self.settings), ranks, group=group)
                 for ranks, group in zip(self.ranks, self.groups, strict=True)
             ]
+            features = dict(run.layer.features, k_scale=run.impl.k_scale, v_scale=run.impl.v_scale)
+            self.made[run.number] = [backend.impl("0", **features) for backend in self.backends]
         for impl in self.made[run.number]:
             impl.set_scales(run.impl.k_scale, run.impl.v_scale)
             if run.impl.sinks is not None:
@@ -99,9 +105,11 @@ class OverRanks:
 
     def _attend(self, run: Run, counts: dict[str, int]) -> tuple[Tensor, Tensor | None]:
         with_lse, write_before = self.draw.random() < 0.5, self.draw.random() < 0.3
-        calls = []
+        calls, builders = [], []
         for impl, ranks in zip(self._impls(run), self.ranks, strict=True):
-            metadata, cache = self._step(run, impl.backend, ranks, counts)
+            builder, cache = self._holding(run, impl.backend, ranks, counts)
+            builders.append(builder)
+            metadata = builder.build(counts)
             firsts, at = {}, 0
             for name, count in counts.items():
                 firsts[name], at = at, at + count
@@ -127,6 +135,8 @@ class OverRanks:
             thread.start()
         for thread in threads:
             thread.join()
+        for builder in builders:
+            builder.close()  # on a device it would keep its memory
         for one in sorted(found.values(), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             if isinstance(one, BaseException):
                 self.groups[0].barrier.reset()
@@ -139,8 +149,8 @@ class OverRanks:
         output, lse = outputs[0]
         return output[back], None if lse is None else lse[back]
 
-    def _step(self, run: Run, backend: Any, ranks: ContextParallel, counts: dict[str, int]) -> tuple[Any, Any]:
-        """A rank's metadata, and a cache with the keys of the contexts that it keeps."""
+    def _holding(self, run: Run, backend: Any, ranks: ContextParallel, counts: dict[str, int]) -> tuple[Any, Any]:
+        """A rank's builder, and a cache with the keys of the contexts that it keeps."""
         held, virtual, longest = self.parts.requests.held, ranks.virtual_block_size, self.settings.sizes.model_len
         each = -(-longest // virtual)
         batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=longest, block_size=virtual)
@@ -161,5 +171,8 @@ class OverRanks:
                     if view.element_size() == 1:  # torch indexes no fp8
                         view, kept = view.view(torch.uint8), kept.view(torch.uint8)
                     view[index] = kept
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=2 * longest, context_parallel=ranks)
-        return builder.build(counts), cache
+        transport = "copy" if views[0].is_cuda else "auto"
+        builder = MetadataBuilder(
+            batch, backend, max_num_batched_tokens=2 * longest, context_parallel=ranks, transport=transport
+        )
+        return builder, cache
