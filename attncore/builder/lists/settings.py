@@ -64,6 +64,10 @@ class ListSettings:
         self.undo: list[tuple[Any, ...]] = self._reader.undo
         if backend is not None:
             check_backend(backend)
+            if backend.config.block_size != block_size:  # its layers would look for each token in another slot
+                raise ValueError(
+                    f"block_size: {block_size} is not the backend's {backend.config.block_size}; use choice.block_size"
+                )
         self._backend = backend
         self.last_step = -1
         """The number of the last step that was built or advanced; one that did not happen has none."""

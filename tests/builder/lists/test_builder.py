@@ -9,6 +9,7 @@ from builder.lists.decodes import backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder.lists.builder import _new_arrays
 from attncore.kernels import load_kernels
@@ -209,6 +210,16 @@ def test_the_kernels_refuse_a_block_size_and_a_window_that_no_builder_has(kernel
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             reader.measure(block_size, window, False, False, False)
+
+
+def test_blocks_of_another_size_than_the_backends_are_refused():
+    """Its layers would read other tokens' slots."""
+    reference = pytest.importorskip("attncore.reference", reason="torch is not installed")
+    backend = reference.ReferenceBackend(BackendConfig(4, 2, 8, "float32", 4))
+    for make in (CommonMetadataBuilder, backend.get_builder_cls()):
+        with pytest.raises(ValueError, match=r"^block_size: 8 is not the backend's 4; use choice\.block_size"):
+            make(8, backend=backend)
+        make(4, backend=backend)
 
 
 @pytest.mark.parametrize("window", [None, 5])

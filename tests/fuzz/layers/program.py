@@ -477,6 +477,8 @@ class Program:
     ) -> None:
         layer, allowed = self.settings.layers[number], self.settings.tolerance
         rounding = self.settings.sizes.rounding if self.settings.cache_dtype.startswith("fp8") else 0.0
+        if part.attend is not None:  # each part that is merged was rounded
+            rounding = max(rounding, allowed / 4)
         places = range(len(part.tokens))
         if len(places) > MOST_COMPARED:
             places = [*places[:4], *self.draw.sample(places[4:-4], MOST_COMPARED - 8), *places[-4:]]
