@@ -31,6 +31,8 @@ class Group:
 
     rank: int
     barrier: threading.Barrier
+    running: threading.Lock
+    """Whose turn it is: Triton's interpreter runs in one thread at a time."""
     sent: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -39,9 +41,16 @@ class Group:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> None:
         self.sent[self.rank] = sent
-        self.barrier.wait(TIMEOUT)
+        self._wait()
         received.view(self.size, -1).copy_(torch.stack([self.sent[rank] for rank in range(self.size)]))
-        self.barrier.wait(TIMEOUT)
+        self._wait()
+
+    def _wait(self) -> None:
+        self.running.release()
+        try:
+            self.barrier.wait(TIMEOUT)
+        finally:
+            self.running.acquire()
 
 
 @contextmanager
@@ -69,8 +78,8 @@ class OverRanks:
         size, count = self.settings.block_size, self.draw.choice([2, 3])
         interleave = self.draw.choice([one for one in range(1, size + 1) if size % one == 0])
         sent: dict[int, Tensor] = {}
-        barrier = threading.Barrier(count)
-        self.groups = [Group(rank, barrier, sent) for rank in range(count)]
+        barrier, running = threading.Barrier(count), threading.Lock()
+        self.groups = [Group(rank, barrier, running, sent) for rank in range(count)]
         self.ranks = [ContextParallel(count, rank, size, interleave) for rank in range(count)]
         if "lse" in tested.features and not self.settings.groups[-1].cross:
             parts.more.append(self.of)
@@ -122,10 +131,11 @@ class OverRanks:
             impl, metadata, cache, given = calls[rank]
             method = impl.forward_with_lse if with_lse else impl.forward
             try:
-                if write_before:
-                    impl.write_cache(*given[1:], cache, metadata)
-                    given = [given[0], None, None]
-                found[rank] = method(*given, cache, metadata, write=not write_before)
+                with self.groups[rank].running:
+                    if write_before:
+                        impl.write_cache(*given[1:], cache, metadata)
+                        given = [given[0], None, None]
+                    found[rank] = method(*given, cache, metadata, write=not write_before)
             except BaseException as error:
                 found[rank] = error
                 self.groups[rank].barrier.abort()
