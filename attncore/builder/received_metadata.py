@@ -117,8 +117,10 @@ def _check_counts(values: Mapping[str, int | bool]) -> None:
 
 
 def _may_be_padded(values: Mapping[str, int | bool]) -> bool:
-    """Whether there may be rows of no request: of a captured size, and of slices of one of the list builder."""
-    return bool(values["use_cuda_graph"] or values.get("from_groups"))
+    """Whether there may be rows of no request: of a captured size, and of slices of one of the list builder, which
+    holds decodes only.
+    """
+    return bool(values["use_cuda_graph"] or (values.get("from_groups") and not values["num_prefills"]))
 
 
 def _check_lengths(host: Any, values: Mapping[str, int | bool]) -> None:

@@ -176,6 +176,15 @@ def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
         received(build().asdict_zerocopy() | {name: value})
 
 
+def test_a_step_of_the_list_builder_with_prompts_has_no_padded_rows():
+    """Captured sizes are of decodes: counts that leave rows or tokens over beside a prompt are wrong."""
+    fields = list_step().asdict_zerocopy()
+    with pytest.raises(ValueError, match=r"^fields\['num_reqs'\]: 2 found, but"):
+        received(fields | {"num_decodes": 0})
+    with pytest.raises(ValueError, match=r"^fields\['num_tokens'\]: 7 found, but"):
+        received(fields | {"num_decode_tokens": 0})
+
+
 def graph_step():
     builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=16)
     return builder.build([SequenceGroup(False, [Sequence(0, 1, 1, [9])], False)] * 2, 2)
