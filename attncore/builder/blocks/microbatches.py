@@ -199,14 +199,27 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host.seq_start_loc = host_functions.build_query_start_loc(own.seq_lens)
     host.logits_indices = own.query_start_loc[1:] - np.int32(1)
     view.max_query_len = int(own.query_lens.max(initial=0))
-    if before and hasattr(host, "encoder_query_lens"):
-        host.encoder_query_lens = own.encoder_query_lens.copy()
-        if (slots := own_array(host, "cross_slot_mapping")) is not None:
-            host.cross_slot_mapping = slots[own.encoder_query_lens[0] :]
-        own.encoder_query_lens[0] = 0
-        host.encoder_query_start_loc = host_functions.build_query_start_loc(own.encoder_query_lens)
+    if before:
+        _cut_encoder(host)
     if fewer_keys and has_pages:
         _cut_pages(host, after, block_size or 1)
+
+
+def _cut_encoder(host: Any) -> None:
+    """Removes the encoder tokens of a view's first request, which an earlier slice runs: who sent the step may have
+    skipped the lengths or the starts of these.
+    """
+    lengths, starts = own_array(host, "encoder_query_lens"), own_array(host, "encoder_query_start_loc")
+    if lengths is None and starts is None:
+        return
+    lengths = np.diff(starts) if lengths is None else lengths.copy()
+    if (slots := own_array(host, "cross_slot_mapping")) is not None:
+        host.cross_slot_mapping = slots[lengths[0] :]
+    lengths[0] = 0
+    if own_array(host, "encoder_query_lens") is not None:
+        host.encoder_query_lens = lengths
+    if starts is not None:
+        host.encoder_query_start_loc = host_functions.build_query_start_loc(lengths)
 
 
 def _cut_on_device(

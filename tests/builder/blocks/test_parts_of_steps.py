@@ -202,6 +202,23 @@ def test_a_step_with_encoders_that_came_without_slots_is_cut(skipped, group):
             assert getattr(piece, name).tolist() == getattr(whole, name).tolist(), name
 
 
+@pytest.mark.parametrize("skipped", ["encoder_query_lens", "encoder_query_start_loc"])
+@pytest.mark.parametrize("group", ["own", "cross"])
+def test_a_cut_request_runs_its_encoder_once_where_one_of_its_fields_was_skipped(skipped, group):
+    """attn-flash, say, declares the starts alone; without them no slots are known to be a slice's."""
+    metadata = step_with_encoders().groups[group]
+    arrived = metadata_from_fields(metadata.asdict_zerocopy({skipped}))
+    left = {"encoder_query_lens", "encoder_query_start_loc", "cross_slot_mapping"} - {skipped}
+    if skipped == "encoder_query_start_loc":
+        left = {"encoder_query_lens"}
+    for part in slice_by_tokens(metadata.query_lens, 3):
+        whole, piece = (slice_metadata(step, part, block_size=4) for step in (metadata, arrived))
+        assert {name: getattr(piece, name).tolist() for name in left} == {
+            name: getattr(whole, name).tolist() for name in left
+        }
+        assert not hasattr(piece, skipped)
+
+
 def test_a_step_padded_to_a_captured_size_is_not_sliced():
     step = padded_step()
     for part in slice_by_requests(step.query_lens, 2):
