@@ -130,14 +130,14 @@ class TritonImpl(RocmImpl):
         if masks is not None or span_ends is not None:
             return Keys(lengths, longest, *caches, table, tree_mask=masks, span_ends=span_ends)
         if metadata.from_groups and metadata.num_prefills:
-            windowed = self.sliding_window is not None and not write
+            left_out = _left_out(metadata) if self.sliding_window is not None and not write else False
             if key is None and not write:
-                if windowed:
-                    _refuse_left_out(metadata)
+                if left_out:
+                    check_given(None, None)
                 return Keys(_of_tables(metadata), longest, *caches, table)
             check_given(key, value)
             raw = metadata.num_prefills
-            if windowed:  # tokens that the builder's window left out are in no slot
+            if left_out is not False:  # tokens that the builder's window left out are in no slot
                 slots, scales = metadata.slot_mapping, (self.k_scale, self.v_scale)
                 key, value = map(_held_or_given, (key, value), caches, scales, (slots, slots))
                 return Keys(lengths, longest, *caches, table, key, value, starts, raw)
@@ -183,22 +183,28 @@ def _held_or_given(given: Tensor, cache: Tensor, scale: float | Tensor, slots: T
     return torch.where((slots >= 0)[:, None, None], held.to(given.dtype), given[: len(slots)])
 
 
-def _refuse_left_out(metadata: AttentionMetadata) -> None:
-    """ValueError where a window of the list builder left tokens of a prompt out of the cache, and the host knows: by
-    the groups, and for a view, or a step from another rank, by slots, which those may lack.
+def _left_out(metadata: AttentionMetadata) -> bool | None:
+    """Whether a window of the list builder left tokens of a prompt out of the cache; None where the host does not know.
+    Found once a step.
     """
+    kept = metadata.kept
+    if "left_out" not in kept:
+        kept["left_out"] = _finds_left_out(metadata)
+    found: bool | None = kept["left_out"]
+    return found
+
+
+def _finds_left_out(metadata: AttentionMetadata) -> bool | None:
+    """By the groups, and for a view, or a step from another rank, by slots, which those may lack."""
     source = getattr(metadata, "source", None)
     if source is None:
         slots = getattr(metadata.host, "slot_mapping", None)
-        left_out = slots is not None and bool((slots[: metadata.num_prefill_tokens] < 0).any())
-    else:
-        window = source.builder.sliding_window
-        left_out = window is not None and any(
-            sequence.context_len < sequence.query_len - window
-            for group in source.groups if group.is_prompt for sequence in group.sequences
-        )  # fmt: skip
-    if left_out:
-        check_given(None, None)
+        return None if slots is None else bool((slots[: metadata.num_prefill_tokens] < 0).any())
+    window = source.builder.sliding_window
+    return window is not None and any(
+        sequence.context_len < sequence.query_len - window
+        for group in source.groups if group.is_prompt for sequence in group.sequences
+    )  # fmt: skip
 
 
 def _of_tables(metadata: AttentionMetadata) -> Tensor:
