@@ -125,6 +125,19 @@ def test_tokens_that_a_window_of_the_list_builder_left_out_are_read_where_they_a
             impl.forward(query, None, None, kv_cache, step, write=False)
 
 
+@pytest.mark.parametrize("context", [0, 5])
+def test_a_decode_of_the_list_builder_whose_row_shows_its_own_key_alone_finds_it_in_the_cache(context, monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("sdpa", block_size=1)
+    impl, kv_cache = backend.impl("0", scale=0.125, sliding_window=1), backend.allocate_kv_cache(8)
+    builder = CommonMetadataBuilder(1, sliding_window=1, backend=backend)
+    metadata = builder.build([SequenceGroup(False, [Sequence(0, 1, context, [*range(1, 7)])])])
+    key, value = torch.randn(2, 1, 2, 64).bfloat16()
+    impl.write_cache(key, value, kv_cache, metadata)
+    output = impl.forward(torch.zeros(1, 4, 64).bfloat16(), None, None, kv_cache, metadata, write=False)
+    torch.testing.assert_close(output, value.repeat_interleave(2, dim=1))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", ["aiter", "ck"])
 def test_a_pair_of_views(variant, form, monkeypatch):

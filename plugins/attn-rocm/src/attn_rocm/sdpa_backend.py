@@ -38,6 +38,7 @@ class SdpaImpl(RocmImpl):
         starts, lengths = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
         slots = metadata.host.slot_mapping
         tables = not metadata.from_groups and metadata.block_table.shape[1] > 0  # in each row
+        prompts = metadata.num_prefills if metadata.from_groups else 0
         output[starts[-1] :] = 0
         for row, (start, end) in enumerate(itertools.pairwise(starts)):
             if start == end:  # padding of a captured size
@@ -47,7 +48,7 @@ class SdpaImpl(RocmImpl):
             parts, paged = [], caches is not None and (tables or slots[end - 1] >= 0)
             # Whether this step's own keys are read, and not the cache's: prompts of the list builder have no table, or
             # tokens that their window left out.
-            own = write or not paged or (metadata.from_groups and not (context and (slots[start:end] >= 0).all()))
+            own = write or not paged or (row < prompts and not (context and (slots[start:end] >= 0).all()))
             high = context if own else lengths[row]
             if caches is not None and paged and low < high:
                 positions = torch.arange(low, high, device=query.device)
