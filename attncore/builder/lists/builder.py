@@ -75,7 +75,8 @@ _new_source = tuple.__new__
 class CommonMetadataBuilder(Uncopied, ListSettings):
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-builder.md).
 
-    ``layout`` names the dialect: ``common`` (None), ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.
+    ``layout`` names the dialect: ``common`` (None), ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens, the
+    backend's where there is one.
     ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
     ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
     ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,

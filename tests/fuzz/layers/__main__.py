@@ -7,17 +7,15 @@ ATTNCORE_ROCM_DEV_DEVICE=cpu and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``.
 its seed; the exit code is 1 then.
 """
 
-import math
 import random
 import sys
-import time
-import traceback
 from dataclasses import replace
 
 import torch
 from fuzz.layers import backends
 from fuzz.layers.program import Program
 from fuzz.layers.settings import Sizes, Tested
+from fuzz.seeds import run_seeds
 
 from attncore import Host
 
@@ -49,23 +47,10 @@ def tested(name: str) -> Tested:
     return replace(backends.selected(sizes, "cuda:0", backend=backend, options={backend: options}), lags=True)
 
 
-def main(name: str, first: int, count: int, seconds: float = math.inf) -> int:
-    """How many of ``count`` programs failed."""
-    torch.set_num_threads(1)  # several of these wait for each other longer than they compute
-    ran = failed = 0
-    under_test, end = tested(name), time.monotonic() + seconds
-    for seed in range(first, first + count):
-        if time.monotonic() > end:
-            break
-        ran += 1
-        try:
-            Program(random.Random(seed), under_test).run(STEPS)
-        except Exception:
-            failed += 1
-            print(f"{name}, seed {seed}:")
-            traceback.print_exc(limit=-6, file=sys.stdout)
-    print(f"{name}: {ran - failed} programs passed, {failed} failed", flush=True)
-    return failed
+def main(name: str, *seeds: int) -> int:
+    """How many programs of ``run_seeds``'s arguments failed."""
+    under_test = tested(name)
+    return run_seeds(name, lambda seed: Program(random.Random(seed), under_test).run(STEPS), *seeds)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from fuzz.layers.attention import attend
 from fuzz.layers.caches import Numbers, new_cache, nobodys
 from fuzz.layers.captured_layers import CapturedLayers
+from fuzz.layers.compared import Comparer, Step, Token
 from fuzz.layers.compositions import Compositions
 from fuzz.layers.list_steps import ListSteps
 from fuzz.layers.over_ranks import OverRanks
@@ -23,40 +23,14 @@ from fuzz.layers.settings import (
     draw_layers,
     draw_settings,
 )
-from fuzz.layers.states import RecurrentLayer, expected
+from fuzz.layers.states import RecurrentLayer
 from torch import Tensor
 
 from attncore import MetadataBuilder
 
-MOST_COMPARED = 20
-"""Tokens of a part whose results are compared: the first, the last, and some between."""
-
 Scale = float | Tensor
 Result = tuple[int, Part, Tensor, Tensor | None]
 """A layer's number, the part that it ran over, its output and perhaps log-sum-exp."""
-
-
-class Token(NamedTuple):
-    """A query of a step, whose key is at ``place`` of its request's ``written``."""
-
-    name: str
-    place: int
-    position: int
-    seen: frozenset[int]
-    """The step's places that it sees in a draft tree; empty: those up to its own."""
-
-
-class Step(NamedTuple):
-    counts: dict[str, int]
-    """Tokens of each request, in the order of rows."""
-    trees: dict[str, list[int]]
-    tokens: list[Token]
-    encoded: dict[str, int]
-    """Encoder tokens of the rows whose keys are computed in this step."""
-    new: dict[tuple[str, int], tuple[Tensor, Tensor]]
-    """By group and cache: the keys and values of the step's tokens (cross: of its encoder tokens), as the cache holds
-    them: without scales.
-    """
 
 
 class Program:
@@ -96,8 +70,7 @@ class Program:
         self.captured: dict[Any, CapturedLayers] = {}
         """By bucket."""
         self._capture()
-        self.compared: list[tuple[Tensor, Tensor, Tensor, str]] = []
-        """Found, expected and allowed numbers of which the device may still be computing the first, and of what."""
+        self.comparer = Comparer(draw, settings, self.requests.held, self._scaled)
 
     def _made_layer(self, number: int, layer: Layer) -> Any:
         """Without soft cap, slopes and sinks where the backend has not all of them together."""
@@ -177,7 +150,7 @@ class Program:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
-        self.check()
+        self.comparer.check()
 
     def _drawn_verdicts(self) -> Tensor | None:
         """Where drafts are judged on the device: sometimes, where backends run by bounds of lengths."""
@@ -292,13 +265,15 @@ class Program:
     def _finish(self, step: Step, metadata: Any, queries: list[Tensor], found: list[Result], *, replayed: bool) -> None:
         """Compares what layers gave, and goes on behind the step."""
         if self.settings.states:
-            self._check_states(step, metadata, [] if replayed else [part for _, part, *_ in found])
+            self.recurrent.check(
+                self.draw, self.requests.held, step, metadata, [] if replayed else [part for _, part, *_ in found]
+            )
         self._remember(step)
         for number, part, output, sums in found:
-            self._compare(number, part, queries[number], step, output, sums)
+            self.comparer.compare(number, part, queries[number], step, output, sums)
         self._go_on(step)
         if not self.tested.lags:
-            self.check()
+            self.comparer.check()
 
     def _move_blocks(self) -> None:
         for group, block, copied in self.requests.moved:
@@ -399,7 +374,7 @@ class Program:
             given = [None if one is None else one[:count] for one in (query, keys, values)]
             composed = part.attend(Run(number, layer, impl, metadata, *given, cache))
             if composed is not None:
-                return tuple(None if one is None else one[:count].cpu().clone() for one in composed)
+                return tuple(None if one is None else one[:count].clone() for one in composed)
         write = layer.writes
         if write and draw.random() < 0.3:
             impl.write_cache(keys, values, cache, metadata)
@@ -471,93 +446,6 @@ class Program:
                     mine = [torch.cat(both) for both in zip(written[group, cache], mine, strict=True)]
                 written[group, cache] = mine[0], mine[1]
                 at += count
-
-    def _compare(
-        self, number: int, part: Part, queries: Tensor, step: Step, output: Tensor, sums: Tensor | None
-    ) -> None:
-        layer, allowed = self.settings.layers[number], self.settings.tolerance
-        rounding = self.settings.sizes.rounding if self.settings.cache_dtype.startswith("fp8") else 0.0
-        if part.attend is not None:  # each part that is merged was rounded
-            rounding = max(rounding, allowed / 4)
-        places = range(len(part.tokens))
-        if len(places) > MOST_COMPARED:
-            places = [*places[:4], *self.draw.sample(places[4:-4], MOST_COMPARED - 8), *places[-4:]]
-        for place in places:
-            index = part.tokens[place]
-            expected, its_sums, magnitudes = self._expected(layer, part, queries[index], step.tokens[index], step)
-            for found, wanted, off in ((output, expected, rounding * magnitudes), (sums, its_sums, 0.0)):
-                if found is not None:
-                    about = (
-                        f"layer {number} {layer}, token {index} {step.tokens[index]}, part {part.how} of {step.counts}"
-                    )
-                    within = allowed * (1 + wanted.abs()) + off
-                    self.compared.append((found[place], wanted, within, about))
-
-    def check(self) -> None:
-        """Compares what was computed so far."""
-        for found, wanted, within, about in self.compared:
-            mine = found.cpu().double()
-            mine = torch.where(mine.isinf(), torch.inf, mine)  # no key is seen: of either sign
-            wanted = torch.where(wanted.isinf(), torch.inf, wanted.double())
-            assert ((mine == wanted) | ((mine - wanted).abs() <= within)).all(), (
-                f"{about}: {mine.flatten()[:4].tolist()} found, {wanted.flatten()[:4].tolist()} expected"
-            )
-        self.compared.clear()
-
-    def _expected(
-        self, layer: Layer, part: Part, query: Tensor, token: Token, step: Step
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        request = self.requests.held[token.name]
-        masks = "attn_type", "sliding_window"
-        features = {name: value for name, value in layer.features.items() if name not in masks}
-        of_nothing = [torch.zeros(0, *one.shape[1:], dtype=torch.float64) for one in step.new[layer.group, layer.cache]]
-        keys, values = self._scaled(layer, request.written.get((layer.group, layer.cache), of_nothing))
-        if layer.group == "cross":
-            every = torch.ones(len(keys), dtype=torch.bool)
-            return attend(query.double(), keys, values, every, torch.zeros(len(keys)), **features)
-        places = torch.arange(len(keys))
-        visible, positions = places <= token.place, places.clone()
-        if token.seen:
-            for one in (one for one in step.tokens if one.name == token.name):
-                positions[one.place] = one.position
-                visible[one.place] = one.place in token.seen
-        distances = (token.position - positions).abs()
-        if (window := layer.features.get("sliding_window")) is not None:
-            visible &= distances < window
-        for start, stop in request.spans:
-            if start <= token.place < stop:
-                visible |= (places >= start) & (places < stop)
-        if part.new:
-            visible &= places >= request.computed
-        if layer.whole:
-            mine = {step.tokens[index].place for index in part.tokens if step.tokens[index].name == token.name}
-            visible = torch.tensor([place in mine for place in places.tolist()])
-            if window is not None:
-                visible &= distances < window
-        if part.chunk is not None:
-            visible &= places // part.chunk == token.place // part.chunk
-        return attend(query.double(), keys, values, visible, distances, **features)
-
-    def _check_states(self, step: Step, metadata: Any, parts: list[Part]) -> None:
-        """A recurrent layer over the parts of the step, as far as these have states; else over the step."""
-        held = self.requests.held
-        drawn = [float(self.draw.randint(-8, 8)) for _ in step.tokens]
-        wanted = []
-        for token, one in zip(step.tokens, drawn, strict=True):
-            held[token.name].inputs.append(one)
-            wanted.append(expected(held[token.name].inputs))
-        views = {tuple(part.tokens): part for part in parts if {*part.how} <= {"decode", "prefill", "slice"}}
-        covered = sorted(index for tokens in views for index in tokens)
-        if covered != [*range(len(step.tokens))]:
-            views = {(*range(len(step.tokens)),): None}
-        found = [0.0] * len(step.tokens)
-        for tokens, part in views.items():
-            of_part = metadata if part is None else part.metadata["g0"]
-            for index, one in zip(
-                tokens, self.recurrent.run(of_part.states["states"], [drawn[index] for index in tokens]), strict=True
-            ):
-                found[index] = one
-        assert found == wanted, f"states: {found} found, {wanted} expected"
 
     def _go_on(self, step: Step) -> None:
         """What an engine does behind a step: it keeps a path of each tree, and moves its keys together."""

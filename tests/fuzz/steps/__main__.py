@@ -6,39 +6,21 @@ FIRST is the seed of the first program; none begins after SECONDS. One of four r
 that fails is printed with its seed; the exit code is 1 then.
 """
 
-import math
 import random
 import sys
-import time
-import traceback
 from contextlib import closing
 
-import torch
+from fuzz.seeds import run_seeds
 from fuzz.steps.program import Program
 
 STEPS = 12
 
 
-def main(first: int, count: int, seconds: float = math.inf) -> int:
-    """How many of ``count`` programs failed."""
-    torch.set_num_threads(1)
-    ran = failed = 0
-    end = time.monotonic() + seconds
-    for seed in range(first, first + count):
-        if time.monotonic() > end:
-            break
-        ran += 1
-        try:
-            with closing(Program(random.Random(seed), "numba" if seed % 4 == 0 else "cython")) as program:
-                for _ in range(STEPS):
-                    program.step()
-        except Exception:
-            failed += 1
-            print(f"seed {seed}:")
-            traceback.print_exc(limit=-6, file=sys.stdout)
-    print(f"{ran - failed} programs passed, {failed} failed", flush=True)
-    return failed
+def run(seed: int) -> None:
+    with closing(Program(random.Random(seed), "numba" if seed % 4 == 0 else "cython")) as program:
+        for _ in range(STEPS):
+            program.step()
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(*map(int, sys.argv[1:])) else 0)
+    sys.exit(1 if run_seeds("steps", run, *map(int, sys.argv[1:])) else 0)

@@ -182,12 +182,12 @@ class RocmImpl(AttentionImpl):
 
 
 def check_given(key: Any, value: Any) -> None:
-    """ValueError where keys that are written, or read of rows without a block table, are not given."""
+    """ValueError where keys that are written, or that no slot of the cache holds, are not given."""
     for name, given in (("key", key), ("value", value)):
         if given is None:
             raise ValueError(
-                f"{name}: None found; this step's own are written, or attended in rows without a block table, so give "
-                "them"
+                f"{name}: None found; this step's own are written, or attended where the cache has none of them (rows "
+                "without a block table, tokens that a window left out), so give them"
             )
 
 
