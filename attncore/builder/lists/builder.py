@@ -75,12 +75,12 @@ _new_source = tuple.__new__
 class CommonMetadataBuilder(Uncopied, ListSettings):
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-builder.md).
 
-    ``layout`` names the dialect: ``common`` (None), ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens, the
-    backend's where there is one.
-    ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
-    ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
-    ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
-    metadata holds tensors on its device. Each build makes new arrays, which live as long as the caller keeps them.
+    ``layout`` names the dialect: ``common`` (None), ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens,
+    and the backend's where there is one. ``sliding_window`` is the number of tokens that a query sees, itself included
+    (None: all). ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is
+    then ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a
+    backend, metadata holds tensors on its device. Each build makes new arrays, which live as long as the caller keeps
+    them.
 
     ``encoder_decoder``: every group has an ``encoder_seq_len`` and a ``cross_block_table``, and metadata has the fields
     of encoders and of cross attention. ``max_encoder_seq_len_to_capture`` is the length for the cross table (None:
