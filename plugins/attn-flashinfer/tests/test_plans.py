@@ -217,7 +217,7 @@ def test_a_plan_that_no_builder_waited_for_is_waited_for(monkeypatch: pytest.Mon
     """The wrapper's pinned staging is written to by each plan; the last plan's copy must have left it."""
     recorder = standin.Recorder()
     backend = standin.backend(recorder)
-    backend.impl("layers.0", scale=0.5)
+    impl = backend.impl("layers.0", scale=0.5)
     log: list[str] = []
     event, stream = type("Event", (_Event,), {"log": log}), type("Stream", (), {})()
     stream.synchronize = lambda: log.append("wait for the stream")
@@ -248,5 +248,15 @@ def test_a_plan_that_no_builder_waited_for_is_waited_for(monkeypatch: pytest.Mon
     assert waits(lambda: by_hand.build(decodes)) == ["wait for the event", "record"]
     assert waits(builders[0].build) == ["wait for the event", "record"]
     assert waits(builders[1].build) == ["wait for the event", "record"], "another builder's plan"
+    assert waits(builders[1].build) == ["wait for the event"]
+    assert waits(builders[1].build) == []
+
+    profile = builders[1].build_profile([3])
+    for _ in range(2):
+        builders[1].build()
+    assert waits(builders[1].build) == []
+    new = [torch.zeros(3, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    for waited in ("stream", "event"):  # each layer plans for itself, behind what the builder waits for
+        assert waits(lambda: impl.forward(*new, None, profile)) == [f"wait for the {waited}", "record"]
     assert waits(builders[1].build) == ["wait for the event"]
     assert waits(builders[1].build) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -16,12 +16,15 @@ from attn_flashinfer.device_plan import DevicePlan
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
 from attn_flashinfer.pages import check_table, pages_of, pool_of
-from attn_flashinfer.plans import KeyPlans, Tools
+from attn_flashinfer.plans import KeyPlans, StepPlan, Tools
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import CapturedDecode, LayerSettings, Shape
 from attncore import AttentionBackend, AttentionMetadata, AttentionState, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import is_capturing, launch, refuse_while_capturing
+
+if TYPE_CHECKING:
+    from attn_flashinfer.profiling import ProfiledStep
 
 _log = logging.getLogger(__name__)
 
@@ -164,9 +167,15 @@ class FlashInferBackend(AttentionBackend):
             plans.plan(metadata, pages)
         if metadata.use_cuda_graph and metadata.builder is not None and self._tools.proves:
             self._settle_plan(metadata)
-        if not self._follows and self._is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        if not self._follows:
+            self._note_copies()
+
+    def plan_own_keys(self, plans: KeyPlans, step: ProfiledStep, longest: int) -> StepPlan:
+        """Plans a layer over the step's own keys, in the middle of a step: after what a builder waits for."""
+        self._wait_for_copies()
+        found = plans.profiled(step, longest)
+        self._note_copies()
+        return found
 
     def plan_again(self, metadata: AttentionMetadata) -> None:
         """Plans a padded step of the list builder, where another step of its captured size was planned since."""
@@ -269,11 +278,22 @@ class FlashInferBackend(AttentionBackend):
                 self._owner, self._step = _no_owner if owner is None else ref(owner), -1
         if owner is not None:
             self._step = max(self._step, metadata.step)
+        if self._event is not None or not self._follows:
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Until no plan's copy is under way."""
         if self._event is not None:
             self._event.synchronize()
-        elif not self._follows and self._is_cuda and self._has_planned:
+        elif self._is_cuda and self._has_planned:
             torch.cuda.current_stream().synchronize()
         self._event, self._has_planned = None, True
+
+    def _note_copies(self) -> None:
+        """The next plan waits for the copies of this one."""
+        if self._is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
 
 def _architecture(device: str) -> str:

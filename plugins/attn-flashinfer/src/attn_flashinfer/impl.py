@@ -13,6 +13,7 @@ from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
 from attn_flashinfer.profiling import has_no_pages, is_profiled, profiled_step
 from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey, SinksByLse
+from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -191,8 +192,10 @@ class FlashInferImpl(AttentionImpl):
             return None
         if not is_profiled(metadata):
             raise ValueError("kv_cache: None found; a step of requests that have context needs the cache")
+        refuse_while_capturing(self.backend.config.device, "forward")
         profiled = profiled_step(self.backend, self._writer, key, value, metadata)
-        return self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
+        planned = self.backend.plan_own_keys(self._plans, profiled, metadata.max_query_len)
+        return planned, self._for_kernels(*profiled[2:])
 
     def _new_writer(self, writer: CacheWriter) -> None:
         self._writer, self._kv_cache = writer, _NO_CACHE_YET  # the next call takes the cache anew, for this writer
