@@ -1,4 +1,4 @@
-"""Runs programs in a process of its own.
+"""Runs programs of the persistent builder in a process of its own: on a GPU where there is one, else on a CPU.
 
     PYTHONPATH=tests python -m fuzz.steps FIRST COUNT [SECONDS]
 
@@ -10,6 +10,7 @@ import random
 import sys
 from contextlib import closing
 
+import torch
 from fuzz.seeds import run_seeds
 from fuzz.steps.program import Program
 
@@ -17,7 +18,8 @@ STEPS = 12
 
 
 def run(seed: int) -> None:
-    with closing(Program(random.Random(seed), "numba" if seed % 4 == 0 else "cython")) as program:
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    with closing(Program(random.Random(seed), "numba" if seed % 4 == 0 else "cython", device)) as program:
         for _ in range(STEPS):
             program.step()
 

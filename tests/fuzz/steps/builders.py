@@ -33,7 +33,7 @@ def new_backends(settings: Settings, planned: Callable[[Any], None]) -> dict[str
     """By group; each takes what the contract has, and reads the fields that ``device_needs`` name."""
     found = {}
     for name, group in settings.kernel_groups.items():
-        config = _config(group.size // (settings.rank.world if settings.rank else 1))
+        config = _config(group.size // (settings.rank.world if settings.rank else 1), settings.device)
         spec = dataclasses.replace(
             config.spec, host_lengths="bounded", host_needs=frozenset(), device_needs=settings.device_needs[name],
             pad_seq_len=settings.pad_seq_len, cuda_graph="always",
@@ -45,7 +45,7 @@ def new_backends(settings: Settings, planned: Callable[[Any], None]) -> dict[str
 
 
 @functools.cache
-def _config(block_size: int) -> BackendConfig:
+def _config(block_size: int, device: str) -> BackendConfig:
     sizes: dict[str, Any] = {
         "num_heads": 2,
         "num_kv_heads": 2,
@@ -53,7 +53,7 @@ def _config(block_size: int) -> BackendConfig:
         "dtype": "float32",
         "block_size": block_size,
     }
-    return select(**sizes, backend="reference").create().config
+    return select(**sizes, backend="reference").create(device=device).config
 
 
 def new_builder(
@@ -64,7 +64,7 @@ def new_builder(
         rank = settings.rank
         size = next(iter(settings.kernel_groups.values())).size // rank.world
         ranks = ContextParallel(rank.world, rank.rank, size, rank.interleave)
-    if settings.transport == "graph":  # what nodes do on a device is done by the host
+    if settings.transport == "graph" and settings.device == "cpu":  # what nodes do on a device is done by the host
         patches.enter_context(_nodes_on_host()(lambda call, name: call))
     of = backends and (next(iter(backends.values())) if len(backends) == 1 else backends)
     return MetadataBuilder(

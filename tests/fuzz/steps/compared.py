@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fuzz.steps.rows import Group, Rank, Row, encoder_fields, fields_of, of_cross_group, pad, paged, without_table
 from fuzz.steps.settings import Settings
+from torch import Tensor
 
 from attncore.builder.fields import ACTUAL_COUNTS, ARRAYS, COUNTS, ENCODER_ARRAYS
 from attncore.errors import AttncoreError
@@ -85,6 +87,8 @@ class Comparer:
     def __init__(self, draw: random.Random, settings: Settings) -> None:
         self.draw, self.settings = draw, settings
         self.groups = settings.kernel_groups
+        self.late: list[Callable[[], None]] = []
+        """Comparisons with what the device may still be computing."""
 
     def expected(self, part: Part, group: Group, rows: list[Row]) -> dict[str, Any]:
         found = fields_of(rows, group, part.rank)
@@ -183,23 +187,49 @@ class Comparer:
         if expected is None or found is None:
             assert found is expected, (*where, as_list(found), expected)
             return
-        found = as_list(found)
         if name.endswith("block_table"):
-            lengths = wanted["encoder_seq_lens" if name == "cross_block_table" else "seq_lens"]
-            size = self.groups[part_group(where)].size // (part.rank.world if part.rank else 1)
-            if name == "cross_block_table":
-                size = self.settings.cross.size  # type: ignore[union-attr]
-            assert len(found) >= len(expected), (*where, found, expected)
-            if part.tableless:
-                assert expected == found, (*where, found)
-                return
-            for row, (blocks, length) in enumerate(zip(expected, lengths, strict=False)):
-                held = -(-length // size)
-                assert found[row][:held] == blocks[:held], (*where, row, found[row], blocks)
+            self._later(found, partial(self._table, part, name, wanted, where))
+        elif name == "paged_kv_indices":
+            self.equal(found, expected, where, first=len(expected))
+        else:
+            self.equal(found, expected, where)
+
+    def equal(self, found: Any, expected: list[Any], where: tuple[Any, ...], first: int | None = None) -> None:
+        """That ``found`` is ``expected``, perhaps the ``first`` of it; at ``check`` where it lies on a device."""
+
+        def compare(found: list[Any]) -> None:
+            assert found[:first] == expected, (*where, found, expected)
+
+        self._later(found, compare)
+
+    def check(self) -> None:
+        """Waits for the device, and compares what lies there."""
+        late, self.late = self.late, []
+        for compare in late:
+            compare()
+
+    def _later(self, found: Any, compare: Callable[[list[Any]], None]) -> None:
+        if self.settings.lags and isinstance(found, Tensor) and found.is_cuda:
+            kept = found.clone()
+            self.late.append(lambda: compare(kept.tolist()))
+        else:
+            compare(as_list(found))
+
+    def _table(
+        self, part: Part, name: str, wanted: dict[str, Any], where: tuple[Any, ...], found: list[list[int]]
+    ) -> None:  # fmt: skip
+        """Of each row, the blocks of its length."""
+        expected, lengths = wanted[name], wanted["encoder_seq_lens" if name == "cross_block_table" else "seq_lens"]
+        size = self.groups[part_group(where)].size // (part.rank.world if part.rank else 1)
+        if name == "cross_block_table":
+            size = self.settings.cross.size  # type: ignore[union-attr]
+        assert len(found) >= len(expected), (*where, found, expected)
+        if part.tableless:
+            assert expected == found, (*where, found)
             return
-        if name == "paged_kv_indices":
-            found = found[: len(expected)]
-        assert found == expected, (*where, found, expected)
+        for row, (blocks, length) in enumerate(zip(expected, lengths, strict=False)):
+            held = -(-length // size)
+            assert found[row][:held] == blocks[:held], (*where, row, found[row], blocks)
 
     def _attributes(self, part: Part, metadata: Any, sides: tuple[str, ...]) -> None:
         if self.draw.random() < 0.1:
@@ -226,9 +256,9 @@ class Comparer:
         begun = [row.first > 0 for row in rows] + [False] * more
         starts = fields_of(rows, next(iter(self.groups.values())))["query_start_loc"]
         for of in both:
-            assert as_list(of.state_slot) == wanted, (part.how, group, as_list(of.state_slot), wanted)
-            assert as_list(of.has_initial_state) == begun, (part.how, group)
-            assert as_list(of.query_start_loc) == starts + starts[-1:] * more, (part.how, group)
+            self.equal(of.state_slot, wanted, (part.how, group, "state_slot"))
+            self.equal(of.has_initial_state, begun, (part.how, group, "has_initial_state"))
+            self.equal(of.query_start_loc, starts + starts[-1:] * more, (part.how, group, "query_start_loc"))
 
 
 def part_group(where: tuple[Any, ...]) -> str:

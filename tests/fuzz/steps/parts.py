@@ -39,7 +39,7 @@ class Parts:
         self.draw, self.settings, self.backends = draw, settings, backends
         self.groups = settings.kernel_groups
         self.adopting: dict[str, AdoptedSteps] = {}
-        self.on_device = draw.random() < 0.4
+        self.on_device = draw.random() < 0.4 or settings.lags
         """Whether the numbers of tensors that are adopted are read by nobody on the host."""
         self.adopts = True
         """Whether no step was adopted yet of the one that is looked at: what is on the device is the last one's."""
@@ -227,7 +227,7 @@ class Parts:
 
     def adopted(self, part: Part) -> list[Part]:
         """The rows out of an engine's tensors; perhaps with bounds of lengths on the host."""
-        rows, draw = part.rows, self.draw
+        rows, draw, settings, device = part.rows, self.draw, self.settings, self.settings.device
         special = part.rank or part.padded or any(row.start or any(row.masks) or any(row.ends) for row in rows)
         if not self.backends or special or not rows or not self.adopts:
             return []
@@ -251,19 +251,21 @@ class Parts:
                     self.backends[name], max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, max_model_len=MODEL_LEN,
                     num_blocks=4 * NUM_BLOCKS, decode_threshold=threshold, kernels=self.settings.kernels,
                 )  # fmt: skip
-                if self.on_device:
+                if self.on_device and not settings.lags:
                     as_on_a_device(self.adopting[name])
             columns = -(-MODEL_LEN // group.size)
-            wide = torch.full((len(rows), columns + 3), -1, dtype=torch.int32)
+            wide = torch.full((len(rows), columns + 3), -1, dtype=torch.int32, device=device)
             table = wide[:, :columns].zero_()
             for index, row in enumerate(rows):
                 held = row.blocks[name][:columns]
                 table[index, : len(held)] = torch.tensor(held, dtype=torch.int32)
             wanted = of_rows.fields_of(rows, group)
             starts = torch.tensor(wanted["query_start_loc"], dtype=torch.int32)
+            lengths = torch.tensor(wanted["seq_lens"], dtype=torch.int32)
+            slots = torch.tensor(wanted["slot_mapping"], dtype=torch.int64)
             found[name] = self.adopting[name].build(
-                query_start_loc=starts, seq_lens=torch.tensor(wanted["seq_lens"], dtype=torch.int32),
-                block_table=table, slot_mapping=torch.tensor(wanted["slot_mapping"], dtype=torch.int64),
+                query_start_loc=starts.to(device), seq_lens=lengths.to(device),
+                block_table=table, slot_mapping=slots.to(device),
                 host_query_start_loc=starts.numpy(),
                 host_seq_lens=np.array(of_rows.fields_of(host_rows, group)["seq_lens"], np.int32), bounded=bounded,
             )  # fmt: skip

@@ -34,12 +34,12 @@ class NotNowError(Exception):
 
 
 class Program:
-    def __init__(self, draw: random.Random, kernels: str) -> None:
+    def __init__(self, draw: random.Random, kernels: str, device: str = "cpu") -> None:
         self.draw = draw
-        self.settings = settings = draw_settings(draw, kernels)
+        self.settings = settings = draw_settings(draw, kernels, device)
         self.patches = ExitStack()
         self.requests = Requests(draw, settings)
-        self.rejected = torch.zeros(MAX_REQS, dtype=torch.int32) if settings.overlap else None
+        self.rejected = torch.zeros(MAX_REQS, dtype=torch.int32, device=device) if settings.overlap else None
         self.comparer = Comparer(draw, settings)
         self.captured: dict[Any, CapturedSize] = {}
         """By bucket."""
@@ -80,6 +80,7 @@ class Program:
         self._capture()
 
     def close(self) -> None:
+        self.comparer.check()
         self.patches.close()
 
     def _capture(self) -> None:
@@ -131,6 +132,11 @@ class Program:
 
     def step(self) -> None:
         draw, requests = self.draw, self.requests
+        if self.settings.lags:
+            if draw.random() < 0.3:
+                self.comparer.check()
+            if draw.random() < 0.5:
+                torch.cuda._sleep(draw.choice([300_000, 3_000_000]))
         self.parts.adopts = True
         self._settle()
         requests.change()
@@ -286,7 +292,7 @@ class Program:
         size = self.captured[bucket]
         size.expect(whole)
         metadata.replay(size.graphs[1])
-        assert not size.waiting
+        size.replayed()
 
     def _run_ahead(self, bucket: Any) -> None:
         """Several steps of one token each, of which the first alone is built."""
@@ -318,7 +324,7 @@ class Program:
                 steps.first.replay(size.graphs[1])
             else:
                 steps.replay(size.graphs[several], several)
-            assert not size.waiting
+            size.replayed()
             if draw.random() < 0.3:  # fields that nobody asked for before are there, or an error
                 now = replace(built, rows=every[at + several - 1], how=("ahead, now",), ahead=True)
                 self.comparer.compare(now, sides=("device",), names=WORDS, some=0.5)
@@ -374,7 +380,7 @@ class Program:
             wanted["checked"] = [3 * length + 1 for length in lengths]
         for name, values in wanted.items():
             for of in (metadata, metadata.host):
-                assert as_list(getattr(of, name)) == values, (*whole.how, name, as_list(getattr(of, name)), values)
+                self.comparer.equal(getattr(of, name), values, (*whole.how, name))
 
     def _again(self) -> None:
         """The host arrays of the steps before, which are still valid."""
@@ -398,7 +404,10 @@ class Program:
         if self.rejected is not None and judged:
             wrong = {row.name: min(draw.randint(0, 4), row.count - 1)
                      for row in whole.rows}  # fmt: skip
-            self.rejected[: len(wrong)] = torch.tensor(list(wrong.values()), dtype=torch.int32)
+            numbers = torch.tensor(list(wrong.values()), dtype=torch.int32)
+            self.rejected[: len(wrong)].copy_(
+                numbers.pin_memory() if self.settings.lags else numbers, non_blocking=True
+            )
             self.verdicts = wrong
             for name, count in wrong.items():
                 requests.held[name].late += count

@@ -34,6 +34,7 @@ class Settings:
     planned: bool = False
     """Whether backends plan each step."""
     poison: bool = False
+    device: str = "cpu"
     device_needs: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     """Of each group's backend."""
 
@@ -51,12 +52,17 @@ class Settings:
         return self.transport != "auto"
 
     @property
+    def lags(self) -> bool:
+        """Whether the device is kept behind the host, and what it found is looked at later."""
+        return self.device != "cpu"
+
+    @property
     def may_have_others(self) -> bool:
         """Whether another builder over the batch makes the same steps but for trees."""
         return self.rank is None and not self.states
 
 
-def draw_settings(draw: random.Random, kernels: str) -> Settings:
+def draw_settings(draw: random.Random, kernels: str, device: str) -> Settings:
     sizes, groups, states, rank = [1, 2, 3, 4, 8, 16], [], [], None
     special = draw.choice(["none", "none", "rank", "states", "trees", "spans", "overlap", "overlap", "trees and spans"])
     for number in range(draw.choice([1, 1, 2, 3])):
@@ -80,12 +86,14 @@ def draw_settings(draw: random.Random, kernels: str) -> Settings:
         groups.append(KVCacheGroup("cross", size * draw.choice([1, 2]), kernel_block_size=size, cross=True))
     if special == "states":
         states = [StateGroup(f"s{number}", num_slots=40) for number in range(draw.choice([1, 2]))]
-    found = Settings(kernels, groups, states, rank, depth=draw.choice([1, 2, 2, 3]))
+    found = Settings(kernels, groups, states, rank, depth=draw.choice([1, 2, 2, 3]), device=device)
     found.trees, found.spans, found.overlap = "trees" in special, "spans" in special, special == "overlap"
     found.backend = draw.random() < 0.75
     found.transport = "copy" if found.overlap or draw.random() < 0.6 else "auto"
     if found.transport == "copy" and not found.overlap and kernels == "cython" and HAS_TRITON and draw.random() < 0.3:
         found.transport = "graph"
+    if device != "cpu":
+        found.backend, found.transport = True, draw.choice(["copy", "graph"])
     found.planned = found.backend and draw.random() < 0.3
     found.poison = draw.random() < 0.15
     if special != "states" and not (rank and found.backend):
