@@ -342,8 +342,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         """
         lens = profiled_lengths(query_lens, self._core.max_num_reqs, self.max_num_batched_tokens)
         self._refuse_while_capturing("build_profile")
-        backend = next(iter(self._backends.by_group.values()))
-        return profile_metadata(lens, has_pages=0 in self._backends.page_lists, backend=backend)
+        return profile_metadata(lens, [one for one in self._backends.by_group.values() if one is not None])
 
     def host_lengths(self, metadata: StepMetadata) -> str:
         """``"bounded"`` for an overlapped step, whose lengths on the host are upper bounds, and for views of one; else

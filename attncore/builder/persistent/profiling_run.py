@@ -15,8 +15,9 @@ from attncore.kernels import host_functions
 from attncore.kernels.codes import PAD_SLOT_ID
 
 
-def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any) -> CommonAttentionMetadata:
-    """Metadata of prompts of ``query_lens`` tokens with slots of -1 and empty tables; NumPy arrays without ``backend``.
+def profile_metadata(query_lens: Sequence[int], backends: Sequence[Any]) -> CommonAttentionMetadata:
+    """Metadata of prompts of ``query_lens`` tokens with slots of -1, empty tables and page lists, which each of
+    ``backends`` plans; NumPy arrays without one.
 
     ``query_lens`` are ints of at least 1, whose sum fits int32. The metadata is marked ``from_groups``, since backends
     handle a prompt without a table by the list builder's rules.
@@ -38,15 +39,14 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
         query_start_loc=starts,
         seq_start_loc=starts.copy(),
         block_table=np.zeros((len(lens), 0), np.int32),
+        paged_kv_indptr=np.zeros(len(lens) + 1, np.int32),
+        paged_kv_indices=np.zeros(0, np.int32),
+        paged_kv_last_page_len=none.copy(),
     )
-    if has_pages:
-        host.paged_kv_indptr = np.zeros(len(lens) + 1, np.int32)
-        host.paged_kv_indices = np.zeros(0, np.int32)
-        host.paged_kv_last_page_len = none.copy()
     longest, num_tokens = int(lens.max()), len(positions)
     metadata = CommonAttentionMetadata(
         host,
-        read_only if backend is None else backend.from_host,
+        backends[0].from_host if backends else read_only,
         num_reqs=len(lens),
         num_tokens=num_tokens,
         num_prefills=len(lens),
@@ -61,8 +61,9 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
         use_cuda_graph=False,
         from_groups=True,
     )
-    if backend is not None and backend.has_plan:
-        backend.plan(metadata)
+    for backend in backends:
+        if backend.has_plan:  # which is of one group then
+            backend.plan(metadata)
     return metadata
 
 

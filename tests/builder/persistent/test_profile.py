@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from attncore import BackendConfig, InputBatch, MetadataBuilder, dense
+from attncore import BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder, dense
 from attncore.reference import ReferenceBackend
 
 
@@ -44,3 +44,24 @@ def test_a_model_runs_without_a_cache(batch):
 def test_what_does_not_fit_is_refused(batch, query_lens, message):
     with pytest.raises(ValueError, match=message):
         MetadataBuilder(batch, max_num_batched_tokens=16).build_profile(query_lens)
+
+
+class Planning(ReferenceBackend):
+    """Keeps the steps that it plans."""
+
+    name = "planning"
+
+    def plan(self, metadata):
+        metadata.kept.setdefault("planned", []).append(self)
+        assert metadata.host.paged_kv_indptr.tolist() == [0] * (metadata.num_reqs + 1)
+
+
+def test_the_backend_of_each_group_plans_it_and_finds_empty_page_lists(kernels):
+    config = BackendConfig(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
+    plain, *planning = ReferenceBackend(config), Planning(config), Planning(config)
+    groups = [KVCacheGroup(name, 4) for name in "abc"]
+    batch = InputBatch(max_num_reqs=3, max_model_len=64, groups=groups, kernels=kernels)
+    backends = dict(zip("abc", (plain, *planning), strict=True))
+    metadata = MetadataBuilder(batch, backends, max_num_batched_tokens=16).build_profile([7, 1])
+    assert metadata.kept["planned"] == planning
+    assert metadata.paged_kv_indices.tolist() == []
