@@ -21,7 +21,8 @@ class RequestRows:
     def __init__(self) -> None:
         self.req_ids: list[Any] = []
         """The request of each row; None: an empty row."""
-        self._row_of: dict[Hashable, int] | None = {}
+        self.known: dict[Hashable, int] | None = {}
+        """``row_of`` as far as it is made; None: not since ``derive``. Reading it runs no code."""
         self.changes = 0  # of ``req_ids``, counted behind each
         self.plain = True
         """Whether each name so far was a str or an int: finding one runs no code of others."""
@@ -36,12 +37,12 @@ class RequestRows:
         is kept only where nothing has changed since. Inside a call that has entered the batch, nothing does.
         """
         for _ in range(READS):
-            if (known := self._row_of) is not None:
+            if (known := self.known) is not None:
                 return known
             changes = self.changes
             read = {req_id: row for row, req_id in enumerate(self.req_ids) if req_id is not None}
-            if self.changes == changes and self._row_of is None:
-                self._row_of = read
+            if self.changes == changes and self.known is None:
+                self.known = read
         raise ConcurrentUseError(
             "batch: its requests change while they are looked up; use it from one thread at a time"
         )
@@ -66,7 +67,7 @@ class RequestRows:
             row = next((row for row, held in enumerate(self.req_ids) if held is req_id and held is not None), -1)
             if row >= 0:
                 self._refuse_from_outside(error, req_id)
-                self._row_of = None  # so that ``remove`` calls none of its code
+                self.known = None  # so that ``remove`` calls none of its code
                 return row
             if isinstance(error, KeyError):
                 raise ValueError(f"req_id: {quoted(req_id)} is not in the batch") from None
@@ -110,10 +111,10 @@ class RequestRows:
         self.paused.discard(row)
         self.drop_last_holes()
         self.changes += 1
-        row_of, self._row_of = self._row_of, None
+        row_of, self.known = self.known, None
         if row_of is not None:
             row_of.pop(req_id, None)
-            self._row_of = row_of
+            self.known = row_of
 
     def drop_last_holes(self) -> None:
         """Drops the holes behind the last request."""
@@ -149,5 +150,5 @@ class RequestRows:
         while self.req_ids and self.req_ids[-1] is None:
             self.req_ids.pop()
         self.changes += 1
-        self._row_of = None
+        self.known = None
         self.holes = {row for row, req_id in enumerate(self.req_ids) if req_id is None}

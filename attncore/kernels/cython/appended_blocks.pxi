@@ -11,16 +11,16 @@ def append_blocks(BatchState batch, TableState table, order, dict given):
 
     False stands for whatever is not plain: names that are no str or int, in ``given`` or in the batch, whose comparison
     would run code of others; unknown names; ids that are no small ints or cannot stand there; preempted requests; a
-    caller inside. The longer way then does all of it, or says what is wrong. From the first look at ``given`` to the
-    last no code of others runs.
+    caller inside. The longer way then does all of it, or says what is wrong. No code of others runs in here, a signal's
+    handler or another thread neither: what they did to the batch could make the rows of the names wrong.
 
     A step in which requests cross into new blocks calls this once, and between two runs of a model each Python function
     on its way is cold.
     """
-    cdef dict row_of = order.row_of  # a property: what it calls may change ``given``, whose size is asked behind it
+    cdef dict row_of = order.known
     cdef Py_ssize_t count = PyDict_Size(given)
     cdef length_t* rows
-    if batch.state != FREE or not order.plain or order.paused or not 0 < count <= batch.capacity:
+    if batch.state != FREE or row_of is None or not order.plain or order.paused or not 0 < count <= batch.capacity:
         return False
     rows = <length_t*> PyMem_Malloc(count * sizeof(length_t))
     if rows == NULL:
@@ -123,10 +123,10 @@ def append_blocks_by_group(BatchState batch, tuple tables, tuple names, order, d
     ``tables`` and ``names``, plain texts, are those of its groups of decoders. Whatever names another group is not
     plain.
     """
-    cdef dict row_of = order.row_of  # as in append_blocks
+    cdef dict row_of = order.known
     cdef Py_ssize_t count = PyDict_Size(given), num_appended, k = 0
     cdef Appended* appended
-    if batch.state != FREE or not order.plain or order.paused or not 0 < count <= batch.capacity:
+    if batch.state != FREE or row_of is None or not order.plain or order.paused or not 0 < count <= batch.capacity:
         return False
     appended = <Appended*> PyMem_Malloc(count * len(tables) * sizeof(Appended))
     if appended == NULL:

@@ -7,14 +7,14 @@ def roll_back(BatchState batch, order, dict given):
     False stands for whatever is not plain, as in ``append_blocks``: the longer way then does all of it, or says what is
     wrong. For batches without windows and states, whose blocks and states a request may have lost.
     """
-    cdef dict row_of = order.row_of  # a property: what it calls may change ``given``, whose size is asked behind it
+    cdef dict row_of = order.known
     cdef Py_ssize_t position = 0, k = 0, count = PyDict_Size(given)
     cdef PyObject* name
     cdef PyObject* number
     cdef length_t* rows
     cdef length_t* computed
     cdef slot_t value = 0
-    if batch.state != FREE or not order.plain or not 0 < count <= batch.capacity:
+    if batch.state != FREE or row_of is None or not order.plain or not 0 < count <= batch.capacity:
         return False
     rows = <length_t*> PyMem_Malloc(2 * count * sizeof(length_t))
     if rows == NULL:

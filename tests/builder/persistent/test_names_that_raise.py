@@ -100,5 +100,5 @@ def test_a_request_that_another_thread_adds_meanwhile_is_found(kernels):
             self[key] = 0
             raise KeyError(key)
 
-    batch._core.order._row_of = Late()
+    batch._core.order.known = Late()
     assert batch.num_computed_tokens(name) == 0
