@@ -1,17 +1,19 @@
-"""Runs programs of the persistent builder in a process of its own: on a GPU where there is one, else on a CPU.
+"""Runs programs of the persistent builder, and of adopted steps, in a process of its own.
 
     PYTHONPATH=tests python -m fuzz.steps FIRST COUNT [SECONDS]
 
-FIRST is the seed of the first program; none begins after SECONDS. One of four runs on numba's kernels. Each program
-that fails is printed with its seed; the exit code is 1 then.
+On a GPU where there is one, else on a CPU. FIRST is the seed of the first program; none begins after SECONDS. One of
+four runs on numba's kernels. Each program that fails is printed with its seed; the exit code is 1 then.
 """
 
 import random
 import sys
 from contextlib import closing
+from typing import Any
 
 import torch
 from fuzz.seeds import run_seeds
+from fuzz.steps.adopted_program import AdoptedProgram
 from fuzz.steps.program import Program
 
 STEPS = 12
@@ -19,7 +21,8 @@ STEPS = 12
 
 def run(seed: int) -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    with closing(Program(random.Random(seed), "numba" if seed % 4 == 0 else "cython", device)) as program:
+    made: type[Any] = AdoptedProgram if seed % 3 == 0 else Program
+    with closing(made(random.Random(seed), "numba" if seed % 4 == 0 else "cython", device)) as program:
         for _ in range(STEPS):
             program.step()
 

@@ -12,14 +12,16 @@ import pytest
 import torch
 from builder.adopted.adopted_engine import as_on_a_device
 from builder.plain_backend import Least, config
+from fuzz.steps.captured import Snapshot
 from fuzz.steps.compared import LIVE, Comparer, Part, as_list
 from fuzz.steps.parts import Parts
 from fuzz.steps.rows import Row, fields_of
 from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, NUM_BLOCKS, WORDS, Settings
+from torch import Tensor
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
 from attncore.builder import KVCacheGroup
-from attncore.graphs import capturing, launch, new_graph
+from attncore.graphs import capturing, new_graph
 
 UNREAD = frozenset({"slot_mapping", "block_table", "paged_kv_indices"})
 """What the host has not of tensors on a device."""
@@ -41,20 +43,21 @@ class Planning(Least):
 class Buffers:
     """An engine's tensors, of which each step takes the beginning."""
 
-    def __init__(self, columns: int) -> None:
-        self.starts = torch.zeros(MAX_REQS + 1, dtype=torch.int32)
-        self.lengths = torch.zeros(MAX_REQS, dtype=torch.int32)
-        self.table = torch.zeros((MAX_REQS, columns + 3), dtype=torch.int32)
-        self.slots = torch.full((MAX_TOKENS,), -1)
+    def __init__(self, columns: int, device: str) -> None:
+        self.starts = torch.zeros(MAX_REQS + 1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(MAX_REQS, dtype=torch.int32, device=device)
+        self.table = torch.zeros((MAX_REQS, columns + 3), dtype=torch.int32, device=device)
+        self.slots = torch.full((MAX_TOKENS,), -1, device=device)
 
 
 class AdoptedProgram:
-    def __init__(self, draw: random.Random, kernels: str) -> None:
+    def __init__(self, draw: random.Random, kernels: str, device: str = "cpu") -> None:
         self.draw, self.size = draw, draw.choice([1, 2, 3, 4, 16])
         needs = frozenset(draw.sample(WORDS, draw.randint(0, len(WORDS))))
         self.settings = settings = Settings(
             kernels, [KVCacheGroup("g0", self.size, kernel_block_size=self.size)], [], threshold=draw.choice([1, 2, 4]),
             depth=draw.choice([1, 2, 3]), backend=True, pad_seq_len=draw.choice([0, 1]), device_needs={"g0": needs},
+            device=device,
         )  # fmt: skip
         self.level = draw.choice(["uniform_decode", "uniform", "always"])
         spec = BackendSpec(
@@ -63,26 +66,28 @@ class AdoptedProgram:
             pad_seq_len=settings.pad_seq_len, features={"multi_token_decode"},
         )  # fmt: skip
         self.plans = draw.random() < 0.4
-        backend = (Planning if self.plans else Least)(config(spec, self.size))
+        backend = (Planning if self.plans else Least)(replace(config(spec, self.size), device=device))
         backend.planned = self._planned
         self.steps = AdoptedSteps(
             backend, max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, max_model_len=MODEL_LEN,
             num_blocks=NUM_BLOCKS, decode_threshold=settings.threshold, depth=settings.depth, kernels=kernels,
         )  # fmt: skip
-        self.on_device = draw.random() < 0.5
-        if self.on_device:
+        self.on_device = settings.lags or draw.random() < 0.5
+        if self.on_device and not settings.lags:
             as_on_a_device(self.steps)
         self.comparer = Comparer(draw, settings)
         self.parts = Parts(draw, settings, {"g0": backend})
         self.parts.adopts = False
         self.columns = -(-MODEL_LEN // self.size)
-        self.buffers = [Buffers(self.columns) for _ in range(draw.choice([1, 2]))]
+        self.buffers = [Buffers(self.columns, device) for _ in range(draw.choice([1, 2]))]
         self.captured: dict[int, Any] = {}
-        """Rows -> (tokens a row, graph, what is read in it, buffers)."""
-        self.waiting: Part | None = None
+        """Rows -> (tokens a row, graph, what it has read, which fields these are, buffers)."""
         self.earlier: deque[Part] = deque(maxlen=settings.depth - 1)
         self.last: Part | None = None
         self.fails = False
+
+    def close(self) -> None:
+        self.comparer.check()
 
     def _planned(self, metadata: Any) -> None:
         if self.draw.random() < 0.4:
@@ -96,6 +101,8 @@ class AdoptedProgram:
 
     def step(self) -> None:
         draw = self.draw
+        if self.settings.lags:
+            self.comparer.lag()
         if len(self.captured) < 3 and draw.random() < 0.15:
             self._capture(draw.choice([rows for rows in range(1, MAX_REQS + 1) if rows not in self.captured]))
         size = draw.choice(list(self.captured)) if self.captured and draw.random() < 0.5 else None
@@ -105,7 +112,7 @@ class AdoptedProgram:
             rows = self._rows([draw.randint(1, draw.choice([1, 4, 12])) for _ in range(count)])
             self._built(rows, None, draw.choice([*self.buffers, None]))
             return
-        each, graph, _, buffers = self.captured[size]
+        each, *graph, buffers = self.captured[size]
         rows = self._rows([each] * draw.randint(1, size))
         self._built(rows, (size, size * each, each), buffers, graph)
 
@@ -120,21 +127,14 @@ class AdoptedProgram:
         else:
             metadata = self.steps.build(**given, capturing=True)
         self.earlier.clear()
-        part = replace(part, metadata={"g0": metadata})
-        graph = new_graph("cpu")
-        self.waiting = part
-
-        def look() -> None:
-            assert self.waiting is not None
-            self.comparer.compare(replace(self.waiting, metadata={"g0": metadata}), names=names - {"paged_kv_indices"},
-                                  sides=("device",))  # fmt: skip
-
-        look()
+        part, names = replace(part, metadata={"g0": metadata}), names - {"paged_kv_indices"}
+        graph = new_graph(self.settings.device)
+        self.comparer.compare(part, names=names, sides=("device",))
         with capturing(graph):
             if draw.random() < 0.7:
                 metadata.record()
-            launch(look)
-        self.captured[size] = each, graph, names, buffers
+            seen = Snapshot(metadata, names)
+        self.captured[size] = each, graph, seen, names, buffers
         self.last = None
 
     def _rows(self, counts: list[int]) -> list[Row]:
@@ -155,17 +155,17 @@ class AdoptedProgram:
     ) -> tuple[dict[str, Any], Part]:
         """The arguments of a build, and what its step is."""
         draw, (group,) = self.draw, self.comparer.groups.values()
-        wanted, buffers = fields_of(rows, group), buffers or Buffers(self.columns)
+        wanted, buffers = fields_of(rows, group), buffers or Buffers(self.columns, self.settings.device)
         count, tokens, _ = padded or (len(rows), wanted["num_tokens"], 0)
         buffers.starts[:] = wanted["num_tokens"]
-        buffers.starts[: len(rows) + 1] = torch.tensor(wanted["query_start_loc"])
+        buffers.starts[: len(rows) + 1] = self._sent(wanted["query_start_loc"])
         buffers.lengths.zero_()
-        buffers.lengths[: len(rows)] = torch.tensor(wanted["seq_lens"])
+        buffers.lengths[: len(rows)] = self._sent(wanted["seq_lens"])
         buffers.table.zero_()
         for index, row in enumerate(rows):
-            buffers.table[index, : self.columns] = torch.tensor(row.blocks["g0"])
+            buffers.table[index, : self.columns] = self._sent(row.blocks["g0"])
         buffers.slots.fill_(-1)
-        buffers.slots[: wanted["num_tokens"]] = torch.tensor(wanted["slot_mapping"])
+        buffers.slots[: wanted["num_tokens"]] = self._sent(wanted["slot_mapping"])
         host_rows, bounded = rows, draw.random() < 0.4
         if bounded:
             host_rows = [row.moved_by(draw.randint(0, min(3, MODEL_LEN - row.stop))) for row in rows]
@@ -176,7 +176,7 @@ class AdoptedProgram:
             "block_table": buffers.table[:count, : self.columns], "slot_mapping": buffers.slots[:tokens],
         }  # fmt: skip
         if bounded or self.on_device or draw.random() < 0.7:
-            given |= {"host_query_start_loc": buffers.starts[: count + 1].numpy().copy(), "host_seq_lens": lengths}
+            given |= {"host_query_start_loc": self._host_starts(wanted, count), "host_seq_lens": lengths}
         if bounded:
             given["bounded"] = True
         missing = {"tree_mask", "span_ends"} | (UNREAD if self.on_device else set())
@@ -184,6 +184,16 @@ class AdoptedProgram:
                     names=False, lent=True, encoder=False,
                     missing=frozenset(missing), exact_on_host=frozenset({"slot_mapping"}))  # fmt: skip
         return given, part
+
+    def _sent(self, numbers: list[int]) -> Tensor:
+        """Without waiting for the device."""
+        made = torch.tensor(numbers)
+        return made.pin_memory().to(self.settings.device, non_blocking=True) if self.settings.lags else made
+
+    @staticmethod
+    def _host_starts(wanted: dict[str, Any], count: int) -> Any:
+        starts = wanted["query_start_loc"]
+        return np.array(starts + starts[-1:] * (count + 1 - len(starts)), np.int32)
 
     def _built(
         self, rows: list[Row], padded: tuple[int, int, int] | None, buffers: Buffers | None, graph: Any = None
@@ -204,8 +214,9 @@ class AdoptedProgram:
         if self.plans:
             assert metadata.kept == {"planned": metadata.step}
         if graph is not None and draw.random() < 0.8:
-            self.waiting = part
+            graph, seen, names = graph
             graph.replay()
+            self.comparer.compare(replace(part, metadata={"g0": seen}, whole=False), names=names, sides=("device",))
         elif graph is not None:
             metadata.record()
         self.comparer.compare(part, some=draw.choice([0.3, 1.0]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from fuzz.steps.rows import Group, Rank, Row, encoder_fields, fields_of, of_cross_group, pad, paged, without_table
 from fuzz.steps.settings import Settings
 from torch import Tensor
@@ -207,6 +208,13 @@ class Comparer:
         late, self.late = self.late, []
         for compare in late:
             compare()
+
+    def lag(self) -> None:
+        """Keeps the device behind the host, now and then, and looks at what it found now and then."""
+        if self.draw.random() < 0.3:
+            self.check()
+        if self.draw.random() < 0.5:
+            torch.cuda._sleep(self.draw.choice([300_000, 3_000_000]))  # type: ignore[no-untyped-call]
 
     def _later(self, found: Any, compare: Callable[[list[Any]], None]) -> None:
         if self.settings.lags and isinstance(found, Tensor) and found.is_cuda:

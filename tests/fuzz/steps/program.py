@@ -133,10 +133,7 @@ class Program:
     def step(self) -> None:
         draw, requests = self.draw, self.requests
         if self.settings.lags:
-            if draw.random() < 0.3:
-                self.comparer.check()
-            if draw.random() < 0.5:
-                torch.cuda._sleep(draw.choice([300_000, 3_000_000]))
+            self.comparer.lag()
         self.parts.adopts = True
         self._settle()
         requests.change()
