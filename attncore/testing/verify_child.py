@@ -7,6 +7,7 @@ stopped.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,15 +73,16 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
     torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
     names = ("sliding_window", "logits_soft_cap")
     features = {name: asked[name] for name in names if asked.get(name) is not None}
-    window = features.get("sliding_window") or 0
-    reached = window if window <= MOST_WINDOW else 0
-    size = backend.config.block_size
+    window, size = features.get("sliding_window") or 0, backend.config.block_size
+    declared = None if backend.config.spec is None else backend.config.spec.max_model_len
+    reached = window if window <= MOST_WINDOW and (declared is None or window < declared) else 0
     needed = 1 + sum(-(-(context + MOST_TOKENS) // size) for context in _around(reached, size))  # and the null block
     num_blocks = max(NUM_BLOCKS, needed)
     tested = Engine(backend, num_blocks=num_blocks, **features)
     against, other = "dense float32 attention", None
     if backend.name != "reference":
-        other = Engine(_reference(backend.config), num_blocks=num_blocks, grid=tested.grid, **features)
+        other = Engine(_reference(backend.config), num_blocks=num_blocks, **features)
+        other.phases = tested.phases  # so that contexts are computed by the same steps: numbers are drawn in each
         against = f"reference and {against}"
     if window > reached:
         against += f", in contexts that the window of {counted(window, 'token')} does not cut"
@@ -117,7 +119,16 @@ def _around(window: int, size: int) -> list[int]:
 
 
 def _batches(engine: Engine, window: int) -> Iterator[list[tuple[int, int]]]:
-    """Steps of requests of (context, tokens), their lengths around a block's edge, and around the ``window``."""
+    """Steps of requests of (context, tokens), their lengths around a block's edge, and around the ``window``; of those
+    that are no longer than the spec allows.
+    """
+    longest = math.inf if engine.declared_length is None else engine.declared_length
+    for batch in _all_batches(engine, window):
+        if fitting := [(context, tokens) for context, tokens in batch if context + tokens <= longest]:
+            yield fitting
+
+
+def _all_batches(engine: Engine, window: int) -> Iterator[list[tuple[int, int]]]:
     size = engine.block_size
     contexts = sorted({1, max(1, size - 1), size, size + 1, 3 * size})
     if "prefill" in engine.phases:
@@ -142,7 +153,9 @@ def _run(engine: Engine, batch: list[tuple[int, int]]) -> Tensor:
 
 
 def _reference(config: BackendConfig) -> AttentionBackend:
-    """The reference for the same heads and the same numbers: those exact in the dtype, computed in float32."""
+    """The reference for the same heads and the same numbers: those exact in the dtypes of the model and of the cache,
+    computed in float32.
+    """
     from attncore.reference import ReferenceBackend
 
     return ReferenceBackend(
@@ -152,6 +165,7 @@ def _reference(config: BackendConfig) -> AttentionBackend:
             config.head_size,
             config.dtype,
             config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
             device="cpu",
             head_size_v=config.head_size_v,
             use_mla=config.use_mla,
