@@ -217,7 +217,36 @@ def test_no_request_is_longer_than_the_spec_allows(site):
     assert rows["long contexts"]["reason"].startswith("its spec says max_model_len=512, and this test has a request of")
 
 
+LARGE = (
+    "max_model_len=1024, block_sizes={16, 512}, head_size_v=MultipleOf(8), features={'strided_kv_cache'}, "
+    "kv_cache_dtypes={'auto', 'fp8_e4m3'}"
+)
+OF_LARGE_BLOCKS = "block_sizes or head_sizes or (pair_of_views and not copied) or as_bytes or of_a_value_head"
+
+
+def test_blocks_may_be_large_beside_the_longest_request(site):
+    """Three blocks of 512 are longer than 1024 tokens: requests of fewer are run with them."""
+    plant(site, "large", LARGE)
+    code, report = conformance("large", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", OF_LARGE_BLOCKS))
+    assert (code, report.failures) == (0, [])
+    assert states(report)["declared block sizes"] == "supported"
+
+
+@pytest.mark.parametrize("facts", ["max_model_len=40", "max_model_len=40, block_sizes={512}"])
+def test_short_requests_alone_are_right_with_every_size(site, facts):
+    features = "features={'strided_kv_cache'}, kv_cache_dtypes={'auto', 'fp8_e4m3'}, head_size_v=MultipleOf(8)"
+    plant(site, "brief", f"{facts}, {features}")
+    code, report = conformance("brief", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", OF_LARGE_BLOCKS))
+    assert (code, report.failures) == (0, [])
+
+
 OF_FEW_TOKENS = "end_of_the_pool or side_by_side or padded_tokens or order_of_an_engine or captured_sizes_over_changing"
+
+
+def test_spans_have_room_in_blocks_of_few_tokens(site):
+    plant(site, "small", "block_sizes={1}, features={'bidirectional_spans', 'sliding_window', 'lse'}")
+    code, report = conformance("small", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", "spans and not captured"))
+    assert (code, report.failures) == (0, [])
 
 
 @pytest.mark.parametrize(

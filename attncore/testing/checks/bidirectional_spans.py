@@ -184,7 +184,7 @@ def test_spans_behind_a_window(attncore_subject: Subject) -> None:
         engine.set_spans(name, [(4, 12), (context, context + 20), (context + 21, context + 30)])
         engine.step({name: context})
         engine.release_passed(name, 5)
-    engine.add("other", 2 * engine.block_size)
+    engine.add("other", max(2 * engine.block_size, 7))
     engine.step({"a": 20, "b": 30, "other": 7})
     engine.release_passed("a", 5)
     engine.step({"a": 10, "b": 1})

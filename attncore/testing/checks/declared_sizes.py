@@ -89,7 +89,7 @@ def _probe(subject: Subject, field: str, chosen: list[int], *, small: bool = Fal
         if not small and ("prefill" in phases or block <= MAX_FILLED):
             batch = subject.around_a_block(block)
         if "prefill" in phases:
-            batch = [*batch, (BEYOND_A_TILE, 1 if "decode" in phases else 2)]
+            batch = subject.no_longer_than_declared([*batch, (BEYOND_A_TILE, 1 if "decode" in phases else 2)])
         run_batch(Engine(backend, num_blocks=_num_blocks(backend)), batch)
 
     _try_each(subject, field, chosen, run)
@@ -110,16 +110,15 @@ def _num_blocks(backend: AttentionBackend) -> int:
 def _try_each(
     subject: Subject, field: str, chosen: list[int], run: Callable[[AttentionBackend], object], **asked: Any
 ) -> None:
-    """Run with each declared size; one that a check of the plugin's own refuses is left out."""
+    """Run with each declared size; one that a check of the plugin's own refuses is left out, and one whose blocks are
+    too large for the longest request that the spec allows.
+    """
     refused = []
     for size in chosen:
         try:
-            backend = subject.backend(**{field: size}, **asked)
+            run(subject.backend(**{field: size}, **asked))
         except UnsupportedError as error:
             refused.append(f"{field} {size}: {error}")
-            continue
-        try:
-            run(backend)
         except Exception as error:
             raise ConformanceError(f"the spec declares {field} {size}, but: {told(error)}") from error
     if len(refused) == len(chosen):

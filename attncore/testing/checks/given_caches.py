@@ -11,7 +11,8 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, MakeCache, as_bytes, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block, run_with_a_copied_block
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.crossed import named
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 if TYPE_CHECKING:
@@ -33,10 +34,8 @@ def test_a_pair_of_views(attncore_subject: Subject, form: str) -> None:
     attncore_subject.require("strided_kv_cache")
     for layout in attncore_subject.form.kv_cache_layouts:
         backend = attncore_subject.backend(strided_kv_cache=True, kv_cache_layout=layout)
-        try:
+        with named(f"a pair of views ({form})", f"layout {layout}"):
             run_around_a_block(attncore_subject, backend, cache=pair_of_views(form))
-        except Exception as error:
-            raise ConformanceError(f"with a pair of views ({form}) and layout {layout}: {told(error)}") from error
 
 
 @covers("strided_kv_cache")
@@ -84,7 +83,5 @@ def test_an_fp8_cache_as_bytes(attncore_subject: Subject, kv_cache_dtype: str) -
     if "strided_kv_cache" in form.features:
         made.append(pair_of_views("key and value in one row", bytes_only=True))
     for cache in made:
-        try:
+        with named("an fp8 cache as uint8"):
             run_around_a_block(attncore_subject, attncore_subject.backend(kv_cache_dtype=kv_cache_dtype), cache=cache)
-        except Exception as error:
-            raise ConformanceError(f"with an fp8 cache as uint8: {told(error)}") from error

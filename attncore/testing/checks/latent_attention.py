@@ -224,13 +224,10 @@ def test_sizes_of_a_value_head(attncore_subject: Subject) -> None:
     refused, tried = [], 0
     for size in [size for size in edges(form.head_size_v, MOST) if size != base]:
         try:
-            backend = attncore_subject.backend(head_size_v=size)
+            run_around_a_block(attncore_subject, attncore_subject.backend(head_size_v=size))
+            tried += 1
         except UnsupportedError as error:
             refused.append(f"head_size_v {size}: {error}")
-            continue
-        tried += 1
-        try:
-            run_around_a_block(attncore_subject, backend)
         except Exception as error:
             raise ConformanceError(f"the spec declares head_size_v {size}, but: {told(error)}") from error
     if not tried:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -232,14 +233,21 @@ class Subject:
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
-        ``size``; at most 13 blocks in all.
+        ``size``; at most 13 blocks in all, and none longer than the spec allows, where some are not.
         """
         batch = []
         if "prefill" in self.form.phases:
             batch += [(0, 2 * size + 1), (size - 1, 3)]
         if "decode" in self.form.phases:
             batch += [(size, 1), (2 * size - 1, 1), (3 * size + 1, 1)]
-        return batch
+        return self.no_longer_than_declared(batch)
+
+    def no_longer_than_declared(self, batch: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The requests that may run one token more in the longest that the spec allows; all, where none may: an engine
+        says then what is unsupported.
+        """
+        longest = self.form.max_model_len or math.inf
+        return [(context, tokens) for context, tokens in batch if context + tokens < longest] or batch
 
     def _base(self, **changes: Any) -> dict[str, Any]:
         return _base(self.form, **{**self._usable.asked, **changes})
