@@ -272,6 +272,23 @@ def test_steps_of_a_phase_that_the_spec_has_not_are_unsupported(site):
     )
 
 
+def test_steps_longer_than_the_spec_allows_are_unsupported(site):
+    site.plugin("short", heavy=REFERENCE.format(forward="pass"), extra="max_model_len=600")
+    found = measure(Question("short", "attn-short 1.0", **QUICK), 1)
+    assert {row.step for row in found.rows} == {"decode of 32", "prefill of 256"}
+    assert found.unsupported == {
+        "decode of 1": "its spec says max_model_len=600, and this step has a request of 1001 tokens",
+        "chunk of 128 beside 16 decodes": "its spec says max_model_len=600, and this step has a request of 640 tokens",
+    }
+
+
+@pytest.mark.parametrize(("most", "kv_heads"), [(1, 8), (3, 4), (4, 2)])
+def test_groups_are_no_larger_than_the_spec_allows(site, most, kv_heads):
+    site.plugin("grouped", heavy=REFERENCE.format(forward="pass"), extra=f"max_group_size={most}")
+    timed = Timed(Subject("grouped", checks_needs=False), "prefill of 256", REQUEST, None)
+    assert (timed.config.num_heads, timed.config.num_kv_heads) == (8, kv_heads)
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [

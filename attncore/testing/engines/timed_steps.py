@@ -10,6 +10,7 @@ import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.json_lines.list_builder import Batch
+from attncore.show import counted
 from attncore.testing.engines.saved_steps import read_steps
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import UnsupportedError
@@ -48,8 +49,8 @@ class Timed:
         form = subject.form
         if shape != SAVED:
             subject.require_phase(*sorted({"prefill" if tokens > 1 else "decode" for _, tokens in SHAPES[shape]}))
-        heads = request["head_size"] if request["head_size"] in form.head_sizes else subject.request().head_size
-        self.backend = subject.backend(**{**request, "head_size": heads})
+            _require_length(form, max(map(sum, SHAPES[shape])))
+        self.backend = subject.backend(**_declared_heads(subject, request))
         self.config = self.backend.config
         self.impl = self.backend.impl("layers.0", scale=self.config.head_size**-0.5)
         self.builds: list[Build] = []
@@ -139,6 +140,8 @@ class Timed:
                 raise UnsupportedError(
                     f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
                 )
+            lengths = (one.query_len + one.context_len for group in batch.groups for one in group.sequences)
+            _require_length(form, max(lengths, default=0))
             layout = "flashinfer" if reads_page_lists(form) else "common"
             self.builds.append(_list_build(batch, layout))
             self.sends.append(_reading(_list_build(batch, layout, self.backend)))
@@ -156,6 +159,24 @@ class Timed:
         ]
         made = [torch.randn(shape, dtype=torch.float32).to(config.device, dtype) for shape in shapes]
         return made[0], made[1], None if config.use_mla else made[2]
+
+
+def _declared_heads(subject: Subject, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The request, with heads of another size, and with more key/value heads, where those are not declared."""
+    form, heads, size = subject.form, request["num_heads"], request["head_size"]
+    most = form.max_group_size or heads
+    kv_heads = (count for count in range(request["num_kv_heads"], heads) if not heads % count and heads <= most * count)
+    size = size if size in form.head_sizes else subject.request().head_size
+    return {**request, "head_size": size, "num_kv_heads": next(kv_heads, heads)}
+
+
+def _require_length(form: BackendSpec, tokens: int) -> None:
+    """UnsupportedError where a step has a request of more ``tokens`` than the spec allows."""
+    if form.max_model_len is not None and tokens > form.max_model_len:
+        raise UnsupportedError(
+            f"its spec says max_model_len={form.max_model_len}, and this step has a request of "
+            f"{counted(tokens, 'token')}"
+        )
 
 
 def _list_build(batch: Batch, layout: str, backend: AttentionBackend | None = None) -> Build:
