@@ -141,13 +141,16 @@ def _hand_out(what: str, error: ConformanceError, array: Any) -> None:
 
 
 def _declared(given: Any, spec: SpecFacts) -> Any:
-    """``given``, of which the declared fields alone can be read where it is metadata. One object for each step."""
+    """``given``, of which the declared fields alone can be read where it is metadata. One object for each step and
+    spec, since a profiling run is of the backends of all groups.
+    """
     if type(given) is _Declared or not isinstance(given, CommonAttentionMetadata):
         return given
-    kept = vars(given).get("_declared")
-    if kept is None or kept._real is not given:  # a copy has the original's
-        kept = vars(given)["_declared"] = _Declared(given, spec)
-    return kept
+    real, kept = vars(given).get("_declared", (None, {}))
+    if real is not given:  # a copy has the original's
+        kept = {}
+        vars(given)["_declared"] = given, kept
+    return kept.setdefault(id(spec), _Declared(given, spec))
 
 
 class _Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import attncore
 from attncore import BackendConfig, Host
 from attncore.reference import ReferenceBackend, attncore_backend
 
+GRAPH_LEVELS = "never", "uniform_decode", "uniform", "always"
 PLUGINS = Path(__file__).parents[3] / "plugins"
 SPEC = attncore_backend()
 EXACT = ("auto", "auto", "fp8_e4m3", "fp8_e5m2")
@@ -26,7 +28,8 @@ FOR_REFERENCE = Sizes(
 LATENT: dict[str, Any] = {
     "head_sizes": (576,), "value_sizes": (512,), "layouts": ("NHD",), "tolerance": 3e-2, "latent": 1.0
 }  # fmt: skip
-FOR_BLOCKS_OF_16 = Sizes(head_sizes=(64,), block_sizes=(16,), tolerance=3e-2)
+HALVES = ("bfloat16", "float16")
+FOR_BLOCKS_OF_16 = Sizes(head_sizes=(64,), block_sizes=(16,), tolerance=3e-2, dtypes=HALVES)
 
 
 def _fields(settings: Settings) -> dict[str, Any]:
@@ -60,17 +63,25 @@ def flash(generation: str, patch: pytest.MonkeyPatch, *, latent: bool = False) -
     standin = _standins("attn-flash", "flash_standin")
     standin.install(patch, generation, standin.MADE[generation]())
     sizes = {
-        "2": Sizes((64,), (), (256,), tolerance=3e-2, model_len=270, windows=(5, 260)),
-        "4": FOR_BLOCKS_OF_16,
-    }.get(generation, Sizes((16,), (), (1, 2, 4, 8, 16), ("auto", "fp8_e4m3"), tolerance=3e-2))
+        "2": Sizes(
+            (8, 40, 64), (), (256,), tolerance=3e-2, model_len=270, windows=(5, 260), longer=(520,), dtypes=HALVES
+        ),
+        "4": replace(FOR_BLOCKS_OF_16, head_sizes=(16, 48, 64), block_sizes=(16, 32)),
+    }.get(generation, Sizes((16, 32), (), (1, 2, 3, 4, 8, 16), ("auto", "fp8_e4m3"), tolerance=3e-2, dtypes=HALVES))
     if latent:
         sizes = Sizes(block_sizes=(1, 2, 8, 16), **LATENT)
-    return _tested(lambda settings: standin.create(generation, **_fields(settings)), sizes)
+
+    def make(settings: Settings) -> Any:
+        if settings.dtype == "float16":
+            settings.cache_dtype = "auto"  # over fp8 its output is bfloat16
+        return standin.create(generation, **_fields(settings))
+
+    return _tested(make, sizes)
 
 
 def flashinfer(*, latent: bool = False) -> Tested:
     standin = _standins("attn-flashinfer", "flashinfer_standin")
-    sizes = Sizes(**LATENT) if latent else Sizes((64,), (), (1, 2, 4, 8, 16), EXACT, tolerance=3e-2)
+    sizes = Sizes(**LATENT) if latent else Sizes((64,), (), (1, 2, 3, 4, 8, 16), EXACT, tolerance=3e-2, dtypes=HALVES)
     make = standin.latent_backend if latent else standin.backend
     return _tested(lambda settings: make(**_fields(settings)), sizes, on_device=True)
 
@@ -90,6 +101,17 @@ def selected(sizes: Sizes, device: str, host: Host | None = None, **asked: Any) 
         return attncore.select(**fields, host=host).create(device=device)
 
     return _tested(make, sizes)
+
+
+def hybrid(*kinds: Tested) -> Tested:
+    """A model whose groups of layers run on several backends, in bfloat16."""
+    kinds = tuple(replace(kind, sizes=replace(kind.sizes, dtypes=("bfloat16",))) for kind in kinds)
+    level = next(one for one in GRAPH_LEVELS if any(kind.cuda_graph == one for kind in kinds))
+    features = frozenset.intersection(*(kind.features for kind in kinds))
+    return Tested(
+        lambda settings: kinds[settings.kind].make(settings), features, level, kinds[0].sizes,
+        any(kind.on_device for kind in kinds), any(kind.finite for kind in kinds), kinds,
+    )  # fmt: skip
 
 
 def _tested(make: Any, sizes: Sizes, *, finite: bool = False, on_device: bool = False) -> Tested:

@@ -14,7 +14,8 @@ def new_cache(draw: random.Random, backend: Any, num_blocks: int, tested: Tested
     """A whole cache, a pair of views, or bytes; nobody's slots hold what the backend may meet there."""
     cache = backend.allocate_kv_cache(num_blocks)
     views = backend.kv_cache_views(cache)
-    if "strided_kv_cache" in tested.features and not backend.config.use_mla and draw.random() < 0.4:
+    features = tested.features if backend.spec is None else backend.spec.features
+    if "strided_kv_cache" in features and not backend.config.use_mla and draw.random() < 0.4:
         wide = [_multiple_of_16_bytes(view) for view in views]
         if wide[0] == wide[1]:
             cache = _pool(views) if draw.random() < 0.5 else _heads_first(views)
@@ -57,27 +58,39 @@ def nobodys(part: Tensor, *, finite: bool) -> None:
 class Numbers:
     """Random queries, keys and values: drawn on the host, where they are compared, and handed to layers on a device."""
 
-    def __init__(self, draw: random.Random, settings: Settings, config: Any) -> None:
-        self.draw, self.settings, self.device = draw, settings, config.device
+    def __init__(self, draw: random.Random, config: Any) -> None:
+        self.draw, self.device = draw, config.device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.generator = torch.Generator().manual_seed(draw.randrange(2**32))
 
-    def rows(self, count: int, heads: int, size: int) -> Tensor:
-        """(count, heads, size): numbers that a cache of the program's dtype holds exactly, with a scale of 2**n."""
+    def rows(self, count: int, heads: int, size: int, settings: Settings) -> Tensor:
+        """(count, heads, size): numbers that a cache of these settings holds exactly, with a scale of 2**n."""
         found = torch.randn(count, heads, size, generator=self.generator)
-        if self.settings.cache_dtype != "auto":
+        if settings.cache_dtype != "auto":
             found = (found * 2).round().clamp(-4, 4) / 2
         return found.to(self.dtype)
 
     def given(self, rows: Tensor, count: int = 0) -> Tensor:
         """The numbers on the device, with rows of NaN behind, ``count`` in all; sometimes a part of a wider tensor."""
-        tokens, heads, size = max(len(rows), count), *rows.shape[1:]
-        shape, part = (tokens, heads, size), (slice(None), slice(None), slice(None))
-        if self.draw.random() < 0.3:
-            shape, part = (tokens, heads + 2, size + 16), (slice(None), slice(1, 1 + heads), slice(8, 8 + size))
-        wide = torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)[part]
+        wide = self.room(max(len(rows), count), *rows.shape[1:], fill=float("nan"))
         wide[: len(rows)] = self.sent(rows)
         return wide
+
+    def room(self, tokens: int, heads: int, size: int, *, fill: float) -> Tensor:
+        """(tokens, heads, size) in one of the forms that a layer takes: contiguous, a part of a wider tensor, heads
+        before tokens, or tokens in the opposite order of a wider tensor's.
+        """
+        form = self.draw.choice(["plain"] * 4 + ["part", "part", "heads first", "apart"])
+        if form == "plain":
+            return self._filled((tokens, heads, size), fill)
+        if form == "part":
+            return self._filled((tokens, heads + 2, size + 16), fill)[:, 1 : 1 + heads, 8 : 8 + size]
+        if form == "heads first":
+            return self._filled((heads + 1, tokens + 3, size), fill)[:heads, 2 : 2 + tokens].transpose(0, 1)
+        return self._filled((tokens, 3, 2 * heads, size), fill)[:, 1, ::2]
+
+    def _filled(self, shape: tuple[int, ...], fill: float) -> Tensor:
+        return torch.full(shape, fill, dtype=self.dtype, device=self.device)
 
     def sent(self, rows: Tensor) -> Tensor:
         """``rows`` on the device, which the host does not wait for."""

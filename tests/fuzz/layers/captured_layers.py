@@ -23,16 +23,19 @@ class CapturedLayers:
         def zeros(heads: int, size: int) -> Tensor:
             return torch.zeros(tokens, heads, size, dtype=numbers.dtype, device=numbers.device)
 
-        self.queries = [zeros(settings.heads, settings.head_size) for _ in layers]
-        sizes = settings.head_size, settings.value_size
-        self.new = {key: [zeros(settings.kv_heads, size) for size in sizes] for key in caches}
-        self.outputs = [zeros(settings.heads, settings.value_size) for _ in layers]
+        mine = [settings.of(layer.group) for layer, _ in layers]
+        self.queries = [zeros(one.heads, one.head_size) for one in mine]
+        self.new = {}
+        for key in caches:
+            one = settings.of(key[0])
+            self.new[key] = [zeros(one.kv_heads, size) for size in (one.head_size, one.value_size)]
+        self.outputs = [zeros(one.heads, one.value_size) for one in mine]
         self.graph = new_graph(numbers.device)
 
         def run(number: int) -> Tensor:
             layer, impl = layers[number]
             keys, values = self.new[layer.group, layer.cache]
-            given = (keys, None if settings.latent else values) if layer.writes else (None, None)
+            given = (keys, None if mine[number].latent else values) if layer.writes else (None, None)
             if layer.group == "cross":  # encoder tokens do not fit a captured size
                 given = None, None
             method = impl.forward_with_lse if with_lse else impl.forward

@@ -94,13 +94,13 @@ class Compositions:
             run.impl.write_cache(run.keys, run.values, run.cache, run.metadata)
         new = planned(run.impl.backend, new_tokens_metadata(run.metadata))
         parts = [run.impl.forward_with_lse(run.query, run.keys, run.values, None, new)]
-        host, size = run.metadata.host, self.settings.block_size
+        host, size = run.metadata.host, self.settings.of(run.layer.group).block_size
         workspace = size * len(host.context_lens) * self.draw.randint(1, 4)
         chunks = context_chunks(host.block_table, host.context_lens, size, workspace)
         if run.number not in self.across:
             features = {name: run.layer.features[name] for name in ("scale", "logits_soft_cap") if name in
                         run.layer.features}  # fmt: skip
-            backend = self.tested.make(self.settings)
+            backend = self.tested.make(self.settings.of(run.layer.group))
             self.across[run.number] = backend.impl("across", **features, attn_type="encoder_decoder")
         across = self.across[run.number]
         for index, slots in enumerate(chunks.chunk_slots):
@@ -110,9 +110,9 @@ class Compositions:
 
     def cascaded(self, part: Part, counts: dict[str, int]) -> list[Part] | None:
         """A prefix that requests share, read once, and an adopted step of what is behind it."""
-        plans, size = {}, self.settings.block_size
+        plans = {}
         for group, metadata in part.metadata.items():
-            host = metadata.host
+            host, size = metadata.host, self.settings.of(group).block_size
             rule = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
             shared = find_shared_prefix(host.block_table, host.context_lens, size, rule, null_block=0)
             if shared is not None:
@@ -128,12 +128,13 @@ class Compositions:
 
     def _attend_in_two_passes(self, run: Run, cascade: Any) -> tuple[Tensor, Tensor]:
         group, backend = run.layer.group, run.impl.backend
+        settings = self.settings.of(group)
         if group not in self.suffixes:
             of_group = next(one for one in self.settings.groups if one.name == group)
             longest = self.settings.sizes.model_len
             self.suffixes[group] = AdoptedSteps(
                 backend, max_num_reqs=MAX_REQS, max_num_tokens=2 * longest, max_model_len=longest,
-                num_blocks=self.settings.num_blocks * (of_group.block_size // self.settings.block_size),
+                num_blocks=settings.num_blocks * (of_group.block_size // settings.block_size),
                 decode_threshold=self.settings.threshold,
             )  # fmt: skip
         device, suffix = run.query.device, cascade.suffix
@@ -148,7 +149,7 @@ class Compositions:
         output, lse = run.impl.forward_with_lse(
             run.query, run.keys, run.values, run.cache, step, write=run.layer.writes
         )
-        size, tokens = self.settings.block_size, int(cascade.prefix.seq_lens[0])
+        size, tokens = settings.block_size, int(cascade.prefix.seq_lens[0])
         slots = list(itertools.chain.from_iterable(
             range(block * size, (block + 1) * size) for block in cascade.prefix.block_table[0].tolist()
         ))[:tokens]  # fmt: skip

@@ -42,9 +42,10 @@ class ListSteps:
         chunked = draw.random() < 0.5 or bool(windows and behind)
         metadata: dict[str, Any] = {}
         for group in settings.decoders:
-            each = group.block_size // settings.block_size
+            size = settings.of(group.name).block_size
+            each = group.block_size // size
             builder = CommonMetadataBuilder(
-                settings.block_size, layouts[group.name], sliding_window=group.sliding_window if windows else None,
+                size, layouts[group.name], sliding_window=group.sliding_window if windows else None,
                 chunked_prefill=chunked, encoder_decoder=cross, backend=self.parts.backends[group.name],
             )  # fmt: skip
             groups = []

@@ -89,7 +89,7 @@ class OverRanks:
             return None
 
         def attend(run: Run) -> tuple[Tensor, Tensor | None] | None:
-            if not is_plain(run):
+            if not is_plain(run) or run.layer.group in self.settings.variants:  # ranks share out blocks of one size
                 return None
             if run.layer.writes:
                 run.impl.write_cache(run.keys, run.values, run.cache, run.metadata)

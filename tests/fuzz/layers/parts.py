@@ -5,6 +5,7 @@ A part is metadata of each group for some of the step's tokens.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ class Parts:
         found, at = [], 0
         for one in slices:
             metadata = {
-                name: slice_metadata(of_group, one, block_size=self.settings.block_size)
+                name: slice_metadata(of_group, one, block_size=self.settings.of(name).block_size)
                 for name, of_group in part.metadata.items()
             }
             count = one.token_stop - one.token_start
@@ -152,19 +153,19 @@ class Parts:
     def local(self, part: Part) -> list[Part]:
         if part.metadata.keys() - {"g0", "g1"}:
             return [part]
-        size = self.settings.block_size
-        chunk = size * self.draw.randint(1, 3)
-        metadata = {name: local_attention_metadata(one, chunk, size) for name, one in part.metadata.items()}
+        sizes = {name: self.settings.of(name).block_size for name in part.metadata}
+        chunk = math.lcm(*sizes.values()) * self.draw.randint(1, 3)
+        metadata = {name: local_attention_metadata(one, chunk, sizes[name]) for name, one in part.metadata.items()}
         return [replace(part, metadata=metadata, how=(*part.how, "local"), chunk=chunk)]
 
     def adopted(self, part: Part, counts: dict[str, int]) -> list[Part]:
         """The same step out of an engine's tensors, whose table is a part of a wider one."""
         if not counts or self.settings.groups[-1].cross:
             return [part]
-        held, size, found = self.requests.held, self.settings.block_size, {}
-        columns = -(-self.settings.sizes.model_len // size)
+        held, found = self.requests.held, {}
         for group in self.settings.groups:
-            each = group.block_size // size
+            size = self.settings.of(group.name).block_size
+            each, columns = group.block_size // size, -(-self.settings.sizes.model_len // size)
             wide = torch.full((len(counts), columns + 3), -1, dtype=torch.int32)
             table = wide[:, :columns].zero_()
             for row, name in enumerate(counts):
@@ -180,7 +181,7 @@ class Parts:
                     max_num_reqs=MAX_REQS,
                     max_num_tokens=2 * longest,
                     max_model_len=longest,
-                    num_blocks=self.settings.num_blocks * each,
+                    num_blocks=self.settings.of(group.name).num_blocks * each,
                     decode_threshold=self.settings.threshold,
                 )
                 spec = self.backends[group.name].spec  # reference made by hand has none, and asks for host slots

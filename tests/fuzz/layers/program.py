@@ -18,14 +18,16 @@ from fuzz.layers.settings import (
     MAX_ENCODER,
     MAX_REQS,
     Layer,
+    Settings,
     Tested,
+    draw_first,
     draw_groups,
     draw_layers,
-    draw_settings,
 )
 from fuzz.layers.states import RecurrentLayer
 from torch import Tensor
 
+import attncore
 from attncore import MetadataBuilder
 
 Scale = float | Tensor
@@ -36,22 +38,11 @@ Result = tuple[int, Part, Tensor, Tensor | None]
 class Program:
     def __init__(self, draw: random.Random, tested: Tested) -> None:
         self.draw, self.tested = draw, tested
-        self.settings = settings = draw_settings(draw, tested.sizes)
-        draw_groups(draw, settings, tested.features)
-        draw_layers(draw, settings, tested.features)
-        self.backends = {group.name: tested.make(settings) for group in settings.groups}
+        self.settings = settings = draw_first(draw, tested)
+        draw_groups(draw, settings, tested)
+        draw_layers(draw, settings, tested)
+        self._make_layers()
         self.requests = Requests(draw, settings)
-        self.numbers = Numbers(draw, settings, self.backends["g0"].config)
-        self.caches: dict[tuple[str, int], Any] = {}
-        self.scales: dict[tuple[str, int], tuple[Scale, Scale]] = {}
-        self.impls = []
-        for number, layer in enumerate(settings.layers):
-            backend, each = self.backends[layer.group], self._kernel_blocks(layer.group)
-            if (layer.group, layer.cache) not in self.caches:
-                made = new_cache(draw, backend, settings.num_blocks * each, tested)
-                self.caches[layer.group, layer.cache] = made
-                self.scales[layer.group, layer.cache] = self._drawn_scales()
-            self.impls.append(self._made_layer(number, layer))
         self.rejected = self._drawn_verdicts()
         self.verdicts: dict[str, int] = {}
         """Rejected tokens of the last step, of which the host does not know."""
@@ -72,6 +63,22 @@ class Program:
         self._capture()
         self.comparer = Comparer(draw, settings, self.requests.held, self._scaled)
 
+    def _make_layers(self) -> None:
+        """Backends, caches, scales and layers of the settings."""
+        settings = self.settings
+        self.backends = {group.name: self.tested.make(settings.of(group.name)) for group in settings.groups}
+        self.numbers = Numbers(self.draw, self.backends["g0"].config)
+        self.caches: dict[tuple[str, int], Any] = {}
+        self.scales: dict[tuple[str, int], tuple[Scale, Scale]] = {}
+        self.impls = []
+        for number, layer in enumerate(settings.layers):
+            backend, each = self.backends[layer.group], self._kernel_blocks(layer.group)
+            if (layer.group, layer.cache) not in self.caches:
+                made = new_cache(self.draw, backend, settings.of(layer.group).num_blocks * each, self.tested)
+                self.caches[layer.group, layer.cache] = made
+                self.scales[layer.group, layer.cache] = self._drawn_scales(settings.of(layer.group))
+            self.impls.append(self._made_layer(number, layer))
+
     def _made_layer(self, number: int, layer: Layer) -> Any:
         """Without soft cap, slopes and sinks where the backend has not all of them together."""
         scales = dict(zip(("k_scale", "v_scale"), self.scales[layer.group, layer.cache], strict=True))
@@ -85,7 +92,7 @@ class Program:
 
     def _kernel_blocks(self, group: str) -> int:
         of_group = next(one for one in self.settings.groups if one.name == group)
-        return int(of_group.block_size // self.settings.block_size)
+        return int(of_group.block_size // self.settings.of(group).block_size)
 
     def _capture(self) -> None:
         level, draw = self.tested.cuda_graph, self.draw
@@ -104,30 +111,30 @@ class Program:
                 metadata, layers, self.caches, self.settings, self.numbers, None, with_lse
             )
 
-    def _drawn_scales(self) -> tuple[Scale, Scale]:
+    def _drawn_scales(self, settings: Settings) -> tuple[Scale, Scale]:
         """Of keys and values, powers of 2; those of one kind that the backend has. Other caches than fp8 have none."""
-        heads = self.settings.kv_heads
+        heads = settings.kv_heads
         kinds = {"kv_scales": None, "kv_scales_on_device": 1, "kv_scales_per_head": heads}
-        if not self.settings.cache_dtype.startswith("fp8") or not (able := self.tested.features & kinds.keys()):
+        if not settings.cache_dtype.startswith("fp8") or not (able := self.tested.features_of(settings) & kinds.keys()):
             return 1.0, 1.0
         count = kinds[self.draw.choice(sorted(able))]
         numbers = [[self.draw.choice([0.25, 0.5, 1.0, 2.0]) for _ in range(count or 1)] for _ in "kv"]
         keys, values = (row[0] if count is None else torch.tensor(row) for row in numbers)
-        return keys, keys if self.settings.latent else values
+        return keys, keys if settings.latent else values
 
     def _change_layers(self) -> None:
         """What an engine does to layers between steps: other weights, other memory."""
         for number, layer in enumerate(self.settings.layers):
             if "sinks" in layer.features and self.draw.random() < 0.1:
-                layer.features["sinks"] = [self.draw.choice([-1.0, 0.5, 2.0]) for _ in range(self.settings.heads)]
+                layer.features["sinks"] = [self.draw.choice([-1.0, 0.5, 2.0]) for _ in layer.features["sinks"]]
                 self.impls[number].set_sinks(layer.features["sinks"])
         for key, cache in self.caches.items():
             if self.draw.random() < 0.1 and not self.captured:  # a graph holds its addresses
                 self.caches[key] = cache.clone() if isinstance(cache, Tensor) else tuple(one.clone() for one in cache)
             if self.draw.random() < 0.1 and not self.captured:
                 self.caches[key] = self._in_another_form(key[0], cache)
-            if self.draw.random() < 0.1 and self.settings.cache_dtype.startswith("fp8"):
-                self.scales[key] = self._drawn_like(self.scales[key])
+            if self.draw.random() < 0.1 and self.settings.of(key[0]).cache_dtype.startswith("fp8"):
+                self.scales[key] = self._drawn_like(self.scales[key], key[0])
                 for number, layer in enumerate(self.settings.layers):
                     if (layer.group, layer.cache) == key:
                         self.impls[number].set_scales(*self.scales[key])
@@ -139,13 +146,13 @@ class Program:
         backend.swap_blocks(cache, made, [[block, block] for block in range(blocks)])
         return made
 
-    def _drawn_like(self, scales: tuple[Scale, Scale]) -> tuple[Scale, Scale]:
+    def _drawn_like(self, scales: tuple[Scale, Scale], group: str) -> tuple[Scale, Scale]:
         """The same scales times 2, or as they are: what is in the cache is read with the new ones."""
         keys, values = (scale * self.draw.choice([1.0, 2.0]) for scale in scales)
         stays = self.captured and isinstance(keys, float)  # in the graphs that were captured with it
-        if stays or "kv_scales" not in self.tested.features:
+        if stays or "kv_scales" not in self.tested.features_of(self.settings.of(group)):
             return scales
-        return keys, keys if self.settings.latent else values
+        return keys, keys if self.settings.of(group).latent else values
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -219,7 +226,11 @@ class Program:
         self.verdicts = wrong
 
     def _queries(self, step: Step) -> list[Tensor]:
-        return [self.numbers.rows(len(step.tokens), self.settings.heads, self.settings.head_size) for _ in self.impls]
+        found = []
+        for layer in self.settings.layers:
+            mine = self.settings.of(layer.group)
+            found.append(self.numbers.rows(len(step.tokens), mine.heads, mine.head_size, mine))
+        return found
 
     def _replayed(
         self, bucket: Any, built: Any, groups: dict[str, Any], step: Step, queries: list[Tensor]
@@ -353,11 +364,12 @@ class Program:
                 tokens.append(Token(name, base + index, position, mine))
             if request.encoder and not request.encoded:
                 encoded[name] = request.encoder
-        new, settings = {}, self.settings
+        new = {}
         for group, cache in self.caches:
+            settings = self.settings.of(group)
             rows = sum(encoded.values()) if group == "cross" else len(tokens)
-            keys = self.numbers.rows(rows, settings.kv_heads, settings.head_size)
-            values = self.numbers.rows(rows, settings.kv_heads, settings.value_size)
+            keys = self.numbers.rows(rows, settings.kv_heads, settings.head_size, settings)
+            values = self.numbers.rows(rows, settings.kv_heads, settings.value_size, settings)
             new[group, cache] = keys, keys[..., : settings.value_size] if settings.latent else values
         return Step(counts, trees, tokens, encoded, new)
 
@@ -382,17 +394,47 @@ class Program:
         needed = layer.whole or not self._has_tables(part, step)
         if not write and not needed and draw.random() < 0.7:
             keys = values = None
-        output = None
-        if draw.random() < 0.3:
-            output = query.new_full((total, self.settings.heads, 2 * self.settings.value_size), 7.0)
-        given = None if output is None else output[..., : self.settings.value_size]
+        given = None
+        if draw.random() < 0.4:
+            mine = self.settings.of(layer.group)
+            given = numbers.room(total, mine.heads, mine.value_size, fill=7.0)
         run = impl.forward_with_lse if "lse" in self.tested.features and draw.random() < 0.4 else impl.forward
+        if run == impl.forward and draw.random() < 0.3:
+            run = self._by_operator(number)
         returned = run(query, keys, values, cache, metadata, given, write=write)
         found, sums = returned if isinstance(returned, tuple) else (returned, None)
-        if output is not None:
+        if given is not None:
             assert found is given
-            assert (output[..., self.settings.value_size :] == 7.0).all()
+            self._check_beside(given)
         return found[:count].clone(), None if sums is None else sums[:count].clone()
+
+    @staticmethod
+    def _check_beside(output: Tensor) -> None:
+        """That nothing is written beside an output that is a part of a wider tensor."""
+        whole = output._base if output._base is not None else output
+        mine = torch.zeros(whole.untyped_storage().size() // whole.element_size(), dtype=torch.bool)
+        mine.as_strided(output.shape, output.stride(), output.storage_offset()).fill_(True)
+        flat = whole.as_strided(mine.shape, (1,), 0).cpu()
+        assert (flat[~mine] == 7.0).all(), "an output was written beside its rows"
+
+    def _by_operator(self, number: int) -> Any:
+        """``impl.forward`` as the operator calls it, which finds the layer by its name."""
+        impl, name = self.impls[number], f"layers.{number}"
+        settings = self.settings.of(self.settings.layers[number].group)
+
+        def forward(
+            query: Tensor, keys: Any, values: Any, cache: Any, metadata: Any, output: Any, *, write: bool
+        ) -> Tensor:
+            of_layer = {name: metadata} if self.draw.random() < 0.5 else metadata
+            if isinstance(cache, tuple) and self.draw.random() < 0.3:
+                cache = list(cache)
+            with attncore.forward_context(of_layer, {name: impl}):
+                size = None if settings.value_size == settings.head_size else settings.value_size
+                return attncore.attention(
+                    query, keys, values, cache, layer_name=name, head_size_v=size, output=output, write=write
+                )
+
+        return forward
 
     def _has_tables(self, part: Part, step: Step) -> bool:
         """Whether keys lie in the cache for each token: not of prompts of the list builder that have no context, nor of
@@ -411,7 +453,7 @@ class Program:
             rows = self._encoder_rows(layer, part, step, keys, values)
             return self.numbers.given(rows[0]), self.numbers.given(rows[1])
         keys, values = (self.numbers.given(one[part.tokens], total) for one in (keys, values))
-        return keys, None if self.settings.latent else values
+        return keys, None if self.settings.of(layer.group).latent else values
 
     def _encoder_rows(self, layer: Layer, part: Part, step: Step, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Of the part's requests whose encoder runs in it: ``keys`` and ``values`` are those of the whole step."""

@@ -52,8 +52,10 @@ class Requests:
             max_num_reqs=MAX_REQS, max_model_len=settings.sizes.model_len, groups=settings.all_groups,
             max_encoder_len=MAX_ENCODER if settings.groups[-1].cross else None, spans=settings.spans,
         )  # fmt: skip
-        ids = range(1, settings.num_blocks)
-        self.free = {group.name: draw.sample(ids, len(ids)) for group in settings.groups}
+        self.free = {}
+        for group in settings.groups:
+            ids = range(1, settings.of(group.name).num_blocks)
+            self.free[group.name] = draw.sample(ids, len(ids))
         self.held: dict[str, Request] = {}
         self.moved: list[tuple[str, int, int | None]] = []
         """In order, what happened to blocks of the manager's size since the last step: group, block, and the block to

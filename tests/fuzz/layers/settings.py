@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from attncore import KVCacheGroup
@@ -30,6 +30,10 @@ class Sizes:
     """The largest relative error of a probability, as far as an fp8 cache makes the kernel round these."""
     model_len: int = 40
     windows: tuple[int, ...] = (1, 3, 5, 9)
+    heads: tuple[tuple[int, int], ...] = ((4, 2), (4, 4), (4, 1), (2, 2), (6, 2), (1, 1), (8, 1), (5, 5), (10, 2))
+    """Of queries, and of keys and values."""
+    longer: tuple[int, ...] = (150, 300)
+    """Lengths of a model that are drawn sometimes, with windows to match."""
 
 
 class Layer(NamedTuple):
@@ -67,6 +71,14 @@ class Settings:
     dtype: str | None = None
     states: bool = False
     """Whether requests have a state, of recurrent layers, too."""
+    kind: int = 0
+    """The backend that runs its layers, of a hybrid's."""
+    variants: dict[str, Settings] = field(default_factory=dict)
+    """By group: sizes of layers that have others than those of the first group."""
+
+    def of(self, group: str) -> Settings:
+        """The sizes of a group's layers."""
+        return self.variants.get(group, self)
 
     @property
     def all_groups(self) -> list[KVCacheGroup | StateGroup]:
@@ -103,14 +115,42 @@ class Tested:
     """Whether steps are sent as to a device always, also without a copy on a CPU."""
     finite: bool = False
     """Whether a cache's slots that are nobody's hold numbers, and not NaN."""
+    kinds: tuple[Tested, ...] = ()
+    """Of a hybrid: the backends of which each group of layers has one. ``features`` are what all have."""
     lags: bool = False
     """Whether the device is kept some steps behind the host, so that what a step reads too late has changed."""
+
+    def features_of(self, settings: Settings) -> frozenset[str]:
+        """What layers of these settings may have."""
+        return self.kinds[settings.kind].features if self.kinds else self.features
+
+
+def draw_first(draw: random.Random, tested: Tested) -> Settings:
+    """The settings of the first group."""
+    if not tested.kinds:
+        return draw_settings(draw, tested.sizes)
+    kind = draw.randrange(len(tested.kinds))
+    return replace(draw_settings(draw, replace(tested.kinds[kind].sizes, longer=())), kind=kind)
+
+
+def _draw_another(draw: random.Random, settings: Settings, tested: Tested) -> Settings | None:
+    """Sizes of a later group that differ from those of the first; None where they are the same."""
+    if not tested.kinds:
+        if draw.random() < 0.5:
+            return None
+        made = draw_settings(draw, replace(settings.sizes, latent=float(settings.latent), longer=()))
+        return replace(made, sizes=settings.sizes, dtype=settings.dtype)
+    kind = draw.randrange(len(tested.kinds))
+    made = draw_settings(draw, replace(tested.kinds[kind].sizes, longer=(), model_len=settings.sizes.model_len))
+    return replace(made, kind=kind, dtype=settings.dtype)
 
 
 def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
     """Sizes alone; ``draw_groups`` and ``draw_layers`` need the backend that is made of them."""
     latent = draw.random() < sizes.latent
-    heads, kv_heads = (4, 1) if latent else draw.choice([(4, 2), (4, 4), (4, 1), (2, 2), (6, 2)])
+    heads, kv_heads = draw.choice([(4, 1), (1, 1), (16, 1)]) if latent else draw.choice(sizes.heads)
+    if sizes.longer and draw.random() < 0.2:
+        sizes = replace(sizes, model_len=draw.choice(sizes.longer), windows=(*sizes.windows, 17, 64, 100, 1000))
     head_size = draw.choice(sizes.head_sizes)
     others = [size for size in sizes.value_sizes if not latent or size < head_size]
     smaller = others if sizes.latent == 1.0 or draw.random() < 0.3 else []
@@ -121,18 +161,22 @@ def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
     )  # fmt: skip
 
 
-def draw_groups(draw: random.Random, settings: Settings, features: frozenset[str]) -> None:
+def draw_groups(draw: random.Random, settings: Settings, tested: Tested) -> None:
     """One or two decoder groups, of windows and of blocks larger than the kernel's, and one of an encoder's keys."""
+    features = tested.features
     size, windows = settings.block_size, settings.sizes.windows
     has_windows = "sliding_window" in features
-    for number in range(draw.choice([1, 1, 2])):
+    for number in range(draw.choice([2, 3]) if tested.kinds else draw.choice([1, 1, 2])):
         window = draw.choice(windows) if has_windows and draw.random() < 0.35 else None
-        each = draw.choice([1, 1, 1, 2, 3])
+        each, mine = draw.choice([1, 1, 1, 2, 3]), settings
+        if number and (another := _draw_another(draw, settings, tested)) is not None:
+            mine = settings.variants[f"g{number}"] = another
         settings.groups.append(
             KVCacheGroup(
-                f"g{number}", each * size, kernel_block_size=size, sliding_window=window, num_blocks=settings.num_blocks
+                f"g{number}", each * mine.block_size, kernel_block_size=mine.block_size, sliding_window=window,
+                num_blocks=mine.num_blocks,
             )
-        )
+        )  # fmt: skip
     if "encoder_decoder" in features and not settings.latent and draw.random() < 0.25:
         settings.groups.append(KVCacheGroup("cross", size, cross=True, num_blocks=settings.num_blocks))
     settings.trees = "tree_mask" in features and draw.random() < 0.3
@@ -143,12 +187,14 @@ def draw_groups(draw: random.Random, settings: Settings, features: frozenset[str
     settings.transport = draw.choice(["auto", "copy"])
 
 
-def draw_layers(draw: random.Random, settings: Settings, features: frozenset[str]) -> None:
+def draw_layers(draw: random.Random, settings: Settings, tested: Tested) -> None:
     for group in settings.groups:
+        features = tested.features_of(settings.of(group.name))
         for cache in range(1 if group.cross else draw.choice([1, 1, 2])):
             for writes in (True, False)[: 1 if group.cross else draw.choice([1, 1, 2])]:
                 of_layer = _features(draw, settings, group, features, writes)
                 settings.layers.append(Layer(group.name, cache, writes, of_layer))
+    features = tested.features_of(settings)
     if "encoder" in features and not settings.latent and not settings.trees and draw.random() < 0.3:
         of_layer = _features(draw, settings, settings.groups[0], features, True) | {"attn_type": "encoder_only"}
         settings.layers.append(Layer("g0", 0, False, of_layer))
@@ -158,8 +204,9 @@ def _features(
     draw: random.Random, settings: Settings, group: KVCacheGroup, features: frozenset[str], writes: bool
 ) -> dict[str, Any]:
     """``scale`` and what else a layer may have; a layer of a group with a window has no longer one."""
-    found: dict[str, Any] = {"scale": draw.choice([settings.head_size**-0.5, 0.11, 0.5])}
-    heads = range(settings.heads)
+    mine = settings.of(group.name)
+    found: dict[str, Any] = {"scale": draw.choice([mine.head_size**-0.5, 0.11, 0.5])}
+    heads = range(mine.heads)
     if group.cross:
         found["attn_type"] = "encoder_decoder"
     elif group.sliding_window is not None:
