@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch import Tensor
 from attncore import AdoptedSteps
 
 Tensors = dict[str, Tensor]
-EACH = 3
-"""Tokens of a row of the largest captured size."""
+
+
+def _record(groups: dict[str, Any]) -> None:
+    for metadata in groups.values():
+        metadata.record()
 
 
 class AdoptedProgram(ListProgram):
@@ -84,9 +88,7 @@ class AdoptedProgram(ListProgram):
                 given["slot_mapping"].fill_(-1)
                 given["block_table"].zero_()
                 groups[name] = steps.build(**given, **self._on_host(given), capturing=True)
-            made = SimpleNamespace(
-                num_tokens=rows * each, groups=groups, record=lambda groups=groups: [one.record() for one in groups.values()]
-            )
+            made = SimpleNamespace(num_tokens=rows * each, groups=groups, record=partial(_record, groups))
             self.captured[rows, rows * each] = CapturedLayers(
                 made, layers, self.caches, self.settings, self.numbers, each, with_lse
             )

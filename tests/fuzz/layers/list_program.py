@@ -17,7 +17,7 @@ from torch import Tensor
 from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 
 WRITE_EARLY_TOKENS = frozenset(("flash", "flashinfer"))
-"""Backends that refuse tokens without a slot, or read what lies there: their layers have the windows, not the builder."""
+"""Backends that refuse tokens without a slot, or read what lies there: their layers alone have the windows."""
 
 
 class ListProgram(Program):

@@ -26,6 +26,7 @@ from attncore.builder import (
     slice_by_tokens,
     slice_metadata,
 )
+from attncore.builder.fields import ARRAYS
 
 
 class Run(NamedTuple):
@@ -115,11 +116,13 @@ class Parts:
         return found
 
     def slices(self, part: Part) -> list[Part]:
+        if "bare" in part.how:
+            return [part]  # slices are made by fields that it may lack
         most = min(3, part.any.num_reqs)
         return self._sliced(part, slice_by_requests(part.any.host.query_lens, self.draw.randint(1, most)))
 
     def cuts(self, part: Part) -> list[Part]:
-        if part.chunk is not None or "listed" in part.how or part.metadata.keys() - {"g0", "g1"}:
+        if part.chunk is not None or {"listed", "bare"} & {*part.how} or part.metadata.keys() - {"g0", "g1"}:
             return self.slices(part)  # through a request of a chunk or a list, or with encoder tokens: not cut
         most = min(3, len(part.tokens))
         return self._sliced(part, slice_by_tokens(part.any.host.query_lens, self.draw.randint(1, most)))
@@ -140,15 +143,19 @@ class Parts:
         return found
 
     def received(self, part: Part) -> list[Part]:
-        """With a copy of each array, as another process has it."""
-        arrived = {}
+        """With a copy of each array, as another process has it; sometimes of those alone that its backend declares."""
+        arrived, bare = {}, self.draw.random() < 0.5
         for name, metadata in part.metadata.items():
+            spec, skipped = self.backends[name].spec, set()
+            if spec is not None and bare:
+                skipped = {field for field in sorted(ARRAYS - spec.host_needs - spec.device_needs) if
+                           self.draw.random() < 0.8} - {"tree_mask", "span_ends"}  # fmt: skip
             sent = {
                 key: torch.as_tensor(value).clone() if hasattr(value, "shape") else value
-                for key, value in metadata.asdict_zerocopy().items()
+                for key, value in metadata.asdict_zerocopy(skip_fields=skipped).items()
             }
             arrived[name] = metadata_from_fields(sent, self.backends[name])
-        return [replace(part, metadata=arrived, how=(*part.how, "received"))]
+        return [replace(part, metadata=arrived, how=(*part.how, "received", *(("bare",) if bare else ())))]
 
     def local(self, part: Part) -> list[Part]:
         if part.metadata.keys() - {"g0", "g1"}:
