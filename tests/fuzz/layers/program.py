@@ -10,6 +10,7 @@ from fuzz.layers.caches import Numbers, new_cache, nobodys
 from fuzz.layers.captured_layers import CapturedLayers
 from fuzz.layers.compared import Comparer, Step, Token
 from fuzz.layers.compositions import Compositions
+from fuzz.layers.encoders import Encoders
 from fuzz.layers.list_steps import ListSteps
 from fuzz.layers.over_ranks import OverRanks
 from fuzz.layers.parts import Part, Parts, Run
@@ -62,6 +63,7 @@ class Program:
         """By bucket."""
         self._capture()
         self.comparer = Comparer(draw, settings, self.requests.held, self._scaled)
+        self.encoders = Encoders(draw, settings, self.backends, self.numbers, tested)
 
     def _make_layers(self) -> None:
         """Backends, caches, scales and layers of the settings."""
@@ -339,6 +341,8 @@ class Program:
                 for group, metadata in part.metadata.items():
                     self.backends[group].plan(metadata)
             at = part if part.attend is None else None  # which plans steps of its own
+            if number == 0 and part.attend is None:
+                self.encoders.check(part, step, self.requests.held)
             found.append((number, part, *self._run(number, part, queries[number], step)))
         return found
 

@@ -192,15 +192,15 @@ def draw_layers(draw: random.Random, settings: Settings, tested: Tested) -> None
         features = tested.features_of(settings.of(group.name))
         for cache in range(1 if group.cross else draw.choice([1, 1, 2])):
             for writes in (True, False)[: 1 if group.cross else draw.choice([1, 1, 2])]:
-                of_layer = _features(draw, settings, group, features, writes)
+                of_layer = draw_features(draw, settings, group, features, writes)
                 settings.layers.append(Layer(group.name, cache, writes, of_layer))
     features = tested.features_of(settings)
     if "encoder" in features and not settings.latent and not settings.trees and draw.random() < 0.3:
-        of_layer = _features(draw, settings, settings.groups[0], features, True) | {"attn_type": "encoder_only"}
+        of_layer = draw_features(draw, settings, settings.groups[0], features, True) | {"attn_type": "encoder_only"}
         settings.layers.append(Layer("g0", 0, False, of_layer))
 
 
-def _features(
+def draw_features(
     draw: random.Random, settings: Settings, group: KVCacheGroup, features: frozenset[str], writes: bool
 ) -> dict[str, Any]:
     """``scale`` and what else a layer may have; a layer of a group with a window has no longer one."""
