@@ -1,5 +1,6 @@
 """What a plugin does to the settings of the process while it loads reaches neither the other plugins nor the caller."""
 
+import cProfile
 import logging
 import os
 import signal
@@ -134,6 +135,20 @@ def test_a_function_that_traces_is_taken_away(site):
     finally:
         sys.settrace(before)
     assert found is before
+
+
+def test_a_profile_goes_on_behind_plugins_that_load(site):
+    site.plugin("good", SPEC.format(name="good", module="attn_good", extra=""))
+    before, profile = sys.getprofile(), cProfile.Profile()
+    sys.setprofile(None)
+    try:
+        profile.enable()
+        load.registry()
+        sum(range(3))
+        profile.disable()
+    finally:
+        sys.setprofile(before)
+    assert any("sum" in str(entry.code) for entry in profile.getstats())
 
 
 def test_a_logging_handler_that_raises_stops_no_other_plugin(site, monkeypatch):

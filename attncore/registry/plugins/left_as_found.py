@@ -124,8 +124,10 @@ class Process:
         sys.meta_path = self._finders
 
     def _untrace(self) -> None:
-        sys.settrace(self._traced)
-        sys.setprofile(self._profiled)
+        if sys.gettrace() is not self._traced:
+            sys.settrace(self._traced)
+        if sys.getprofile() is not self._profiled:  # cProfile's is no function that could be set again
+            sys.setprofile(self._profiled)
 
     def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
         """An error of a plugin's object that goes away, such as a generator that does not end when it is closed.
