@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fuzz.layers.settings import Settings, Sizes, Tested, draw_settings
 
 import attncore
 from attncore import BackendConfig, Host
+from attncore.builder import CascadeRule
 from attncore.reference import ReferenceBackend, attncore_backend
 
 GRAPH_LEVELS = "never", "uniform_decode", "uniform", "always"
@@ -84,6 +86,32 @@ def flashinfer(*, latent: bool = False) -> Tested:
     sizes = Sizes(**LATENT) if latent else Sizes((64,), (), (1, 2, 3, 4, 8, 16), EXACT, tolerance=3e-2, dtypes=HALVES)
     make = standin.latent_backend if latent else standin.backend
     return _tested(lambda settings: make(**_fields(settings)), sizes, on_device=True)
+
+
+def flashinfer_by(kernel: str, *, cascade: bool = False) -> Tested:
+    """Decodes by another ``kernel`` than the usual one: ``xqa``, over fp8 caches ``xqa_built``, or ``cuda_cores``; and
+    prefixes that two requests share read once.
+    """
+    standin = _standins("attn-flashinfer", "flashinfer_standin")
+    xqa, groups = kernel.startswith("xqa"), tuple(one for one in Sizes.heads if one[0] // one[1] in (1, 2, 3, 4, 8))
+    sizes = Sizes(
+        (64,), (), (16,) if xqa else (1, 2, 4, 16), ("fp8_e4m3",) if kernel == "xqa_built" else ("auto",),
+        tolerance=3e-2, dtypes=HALVES, heads=groups,
+    )  # fmt: skip
+    form: dict[str, Any] = {"options": {"decode": kernel, "cascade": cascade}}
+    if kernel == "xqa_built":
+        spec = dict(importlib.import_module("attn_flashinfer").attncore_backend().by_variant)[kernel]
+        form = {"options": {"cascade": cascade}, "spec": spec, "variant": kernel}
+
+    def make(settings: Settings) -> Any:
+        backend = standin.backend(**form, **_fields(settings))
+        if cascade:
+            rule = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
+            backend._tools = replace(backend._tools, rule=rule)
+        return backend
+
+    tested = _tested(make, sizes, on_device=True)
+    return replace(tested, features=tested.features - ({"lse", "kv_scales_per_head"} if xqa else set()))
 
 
 def rocm(variant: str, patch: pytest.MonkeyPatch) -> Tested:
