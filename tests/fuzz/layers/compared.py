@@ -55,7 +55,8 @@ class Comparer:
         self, number: int, part: Part, queries: Tensor, step: Step, output: Tensor, sums: Tensor | None
     ) -> None:
         layer, allowed = self.settings.layers[number], self.settings.tolerance
-        rounding = self.settings.sizes.rounding if self.settings.of(layer.group).cache_dtype.startswith("fp8") else 0.0
+        mine = self.settings.of(layer.group)
+        rounding = mine.sizes.rounding if mine.cache_dtype.startswith("fp8") else 0.0
         if part.attend is not None:  # each part that is merged was rounded
             rounding = max(rounding, allowed / 4)
         places = range(len(part.tokens))
