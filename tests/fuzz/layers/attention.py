@@ -29,7 +29,6 @@ def attend(
         nothing = torch.zeros(heads, values.shape[2], dtype=torch.float64)
         return nothing, torch.full((heads,), -torch.inf), nothing
     sums = scores.logsumexp(1)
-    output, magnitudes = (
-        torch.einsum("hn,nhd->hd", torch.exp(scores - sums[:, None]), one) for one in (values, values.abs())
-    )
+    weights = torch.exp(scores - sums[:, None]).nan_to_num(0.0)  # where there is nothing but a sink of weight 0
+    output, magnitudes = (torch.einsum("hn,nhd->hd", weights, one) for one in (values, values.abs()))
     return output, sums, magnitudes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -128,7 +129,9 @@ class Program:
         """What an engine does to layers between steps: other weights, other memory."""
         for number, layer in enumerate(self.settings.layers):
             if "sinks" in layer.features and self.draw.random() < 0.1:
-                layer.features["sinks"] = [self.draw.choice([-1.0, 0.5, 2.0]) for _ in layer.features["sinks"]]
+                layer.features["sinks"] = [
+                    self.draw.choice([-1.0, 0.5, 2.0, -math.inf]) for _ in layer.features["sinks"]
+                ]
                 self.impls[number].set_sinks(layer.features["sinks"])
         for key, cache in self.caches.items():
             if self.draw.random() < 0.1 and not self.captured:  # a graph holds its addresses

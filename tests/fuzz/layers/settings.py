@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -205,18 +206,18 @@ def draw_features(
 ) -> dict[str, Any]:
     """``scale`` and what else a layer may have; a layer of a group with a window has no longer one."""
     mine = settings.of(group.name)
-    found: dict[str, Any] = {"scale": draw.choice([mine.head_size**-0.5, 0.11, 0.5])}
+    found: dict[str, Any] = {"scale": draw.choice([mine.head_size**-0.5, 0.11, 0.5, -0.2])}
     heads = range(mine.heads)
     if group.cross:
         found["attn_type"] = "encoder_decoder"
     elif group.sliding_window is not None:
         found["sliding_window"] = draw.choice([group.sliding_window, group.sliding_window, 1])
     elif "sliding_window" in features and draw.random() < (0.2 if writes else 0.5):
-        found["sliding_window"] = draw.choice(settings.sizes.windows)
+        found["sliding_window"] = draw.choice([*settings.sizes.windows, 2**31 - 1])
     if "alibi" in features and not group.cross and draw.random() < 0.2:
-        found["alibi_slopes"] = [draw.choice([0.1, 0.03, 0.5]) for _ in heads]
+        found["alibi_slopes"] = [draw.choice([0.1, 0.03, 0.5, 0.0, -0.05]) for _ in heads]
     if "logits_soft_cap" in features and draw.random() < 0.2:
-        found["logits_soft_cap"] = draw.choice([1.0, 5.0, 20.0])
+        found["logits_soft_cap"] = draw.choice([0.01, 1.0, 5.0, 20.0, 1e4])
     if "sinks" in features and draw.random() < 0.3:
-        found["sinks"] = [draw.choice([-1.5, 0.0, 0.5, 3.0]) for _ in heads]
+        found["sinks"] = [draw.choice([-1.5, 0.0, 0.5, 3.0, 20.0, -math.inf]) for _ in heads]
     return found
