@@ -92,7 +92,7 @@ class Parts:
             again.remove(self.received)  # its host would not say so
             ways = again
         elif not trees and not self.settings.spans:
-            again.append(self.cuts)
+            again += [self.cuts, self.local]
             ways += [self.cuts, self.local]
             ways += [lambda part, way=way: way(part, counts) or [part] for way in (self.adopted, *self.more)]
         first = self.draw.choice(ways)(step)
@@ -122,7 +122,7 @@ class Parts:
         return self._sliced(part, slice_by_requests(part.any.host.query_lens, self.draw.randint(1, most)))
 
     def cuts(self, part: Part) -> list[Part]:
-        if part.chunk is not None or {"listed", "bare"} & {*part.how} or part.metadata.keys() - {"g0", "g1"}:
+        if part.chunk is not None or {"listed", "bare"} & {*part.how} or part.metadata.keys() - {"g0", "g1", "g2"}:
             return self.slices(part)  # through a request of a chunk or a list, or with encoder tokens: not cut
         most = min(3, len(part.tokens))
         return self._sliced(part, slice_by_tokens(part.any.host.query_lens, self.draw.randint(1, most)))
@@ -158,8 +158,11 @@ class Parts:
         return [replace(part, metadata=arrived, how=(*part.how, "received", *(("bare",) if bare else ())))]
 
     def local(self, part: Part) -> list[Part]:
-        if part.metadata.keys() - {"g0", "g1"}:
+        of_groups = part.metadata.keys() <= {"g0", "g1", "g2"}
+        if not of_groups or part.chunk is not None or part.new or {"adopted", "bare", "masked"} & {*part.how}:
             return [part]
+        if "listed" in part.how and any(group.sliding_window is not None for group in self.settings.groups):
+            return [part]  # lengths of decodes that its window has capped
         sizes = {name: self.settings.of(name).block_size for name in part.metadata}
         chunk = math.lcm(*sizes.values()) * self.draw.randint(1, 3)
         metadata = {name: local_attention_metadata(one, chunk, sizes[name]) for name, one in part.metadata.items()}
