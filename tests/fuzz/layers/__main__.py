@@ -3,8 +3,9 @@
     PYTHONPATH=tests python -m fuzz.layers BACKEND FIRST COUNT [SECONDS]
 
 FIRST is the seed of the first program; none begins after SECONDS. On a CPU BACKEND is ``triton`` or ``sdpa``, with
-ATTNCORE_ROCM_DEV_DEVICE=cpu and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``. Each program that fails is printed with
-its seed; the exit code is 1 then.
+ATTNCORE_ROCM_DEV_DEVICE=cpu and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``, or several for a model whose groups run
+on each, such as ``flash3+triton``. Of four programs there one is of the list builder, and one of adopted steps. Each
+program that fails is printed with its seed; the exit code is 1 then.
 """
 
 import random
@@ -13,6 +14,8 @@ from dataclasses import replace
 
 import torch
 from fuzz.layers import backends
+from fuzz.layers.adopted_program import AdoptedProgram
+from fuzz.layers.list_program import ListProgram
 from fuzz.layers.program import Program
 from fuzz.layers.settings import Sizes, Tested
 from fuzz.seeds import run_seeds
@@ -20,6 +23,7 @@ from fuzz.seeds import run_seeds
 from attncore import Host
 
 STEPS = 10
+PROGRAMS = Program, Program, ListProgram, AdoptedProgram
 BFLOAT16 = {"tolerance": 3e-2}
 ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
     "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
@@ -46,6 +50,8 @@ def tested(name: str) -> Tested:
         return backends.selected(
             sizes, "cpu", Host.probe(), dtype="float32", backend="rocm", options={"rocm": {"kernel": name}}
         )
+    if "+" in name:
+        return replace(backends.hybrid(*map(tested, name.split("+"))), lags=True)
     sizes, backend, options = ON_GPU[name]
     return replace(backends.selected(sizes, "cuda:0", backend=backend, options={backend: options}), lags=True)
 
@@ -71,7 +77,8 @@ def main(name: str, *seeds: int) -> int:
         interpreted = name == "triton" and not torch.cuda.is_available()
         if interpreted:
             draw_tiles(draw)
-        Program(draw, under_test).run(STEPS // 3 if interpreted else STEPS)
+        made = PROGRAMS[seed % len(PROGRAMS)] if torch.cuda.is_available() else Program
+        made(draw, under_test).run(STEPS // 3 if interpreted else STEPS)
 
     return run_seeds(name, run, *seeds)
 

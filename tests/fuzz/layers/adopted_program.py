@@ -44,7 +44,7 @@ class AdoptedProgram(ListProgram):
         self.cross, self.windows, self.chunked, self.threshold = False, {}, True, settings.threshold
         longest = settings.sizes.model_len
         self.builders, self.buffers = {}, {}
-        on_device = draw.random() < 0.5
+        on_device = not tested.lags and draw.random() < 0.5
         for group in settings.groups:
             backend, mine = self.backends[group.name], settings.of(group.name)
             blocks = mine.num_blocks * self._kernel_blocks(group.name)

@@ -161,6 +161,8 @@ class Program:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
+            if self.tested.lags and self.draw.random() < 0.7:
+                torch.cuda._sleep(self.draw.choice([10**5, 10**6, 10**7]))  # type: ignore[no-untyped-call]
             self.step()
         self.comparer.check()
 
@@ -182,8 +184,6 @@ class Program:
         self.verdicts = {}
 
     def step(self) -> None:
-        if self.tested.lags and self.draw.random() < 0.7:
-            torch.cuda._sleep(self.draw.choice([10**5, 10**6, 10**7]))
         requests = self.requests
         overlapped = bool(self.verdicts) and self.draw.random() < 0.7
         if overlapped:
