@@ -195,6 +195,47 @@ def test_cross_attention_through_page_lists(site):
     assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"
 
 
+NO_WINDOW_OVER_FP8 = """
+def init(self, backend, layer_name, **features):
+    super(Impl, self).__init__(backend, layer_name, **features)
+    if features.get("sliding_window") and backend.config.kv_cache_dtype.startswith("fp8"):
+        raise {error}("sliding_window: not over an fp8 cache, for which the kernel has none")
+Impl.__init__ = init
+"""
+OVER_FP8 = (
+    "check=lambda request, host: ['no window over an fp8 cache'] if 'sliding_window' in request.asked_features "
+    "and request.kv_cache_dtype.startswith('fp8') else [], kv_cache_dtypes={'auto', 'fp8_e4m3'}, "
+)
+PAIR = "every_method_over_a_cache_dtype or captured_sizes_over_a_cache_dtype"
+
+
+def test_what_check_refuses_of_a_layer_is_unsupported(site):
+    plant(
+        site,
+        "pair",
+        OVER_FP8 + "features={'sliding_window', 'logits_soft_cap'}",
+        NO_WINDOW_OVER_FP8.format(error="ValueError"),
+    )
+    code, report = conformance(
+        "pair", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", f"{PAIR} or captured or dtype")
+    )
+    assert (code, report.failures) == (0, [])
+    rows = {row["capability"]: row for row in report.rows()}
+    assert rows["captured sizes"]["state"] == "supported"
+
+
+@pytest.mark.parametrize(
+    ("facts", "error"),
+    [("kv_cache_dtypes={'auto', 'fp8_e4m3'}, ", "ValueError"), (OVER_FP8, "RuntimeError")],
+    ids=["check refuses nothing", "another error"],
+)
+def test_what_check_does_not_refuse_of_a_layer_is_a_failure(site, facts, error):
+    plant(site, "pair", facts + "features={'sliding_window'}", NO_WINDOW_OVER_FP8.format(error=error))
+    code, report = conformance("pair", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", PAIR))
+    assert code == 1
+    assert "sliding_window: not over an fp8 cache" in str(report.failures)
+
+
 SHORT = """
 def bounded(method):
     def attend(self, query, key, value, kv_cache, metadata, output=None, *, write=True):

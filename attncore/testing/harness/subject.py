@@ -24,6 +24,7 @@ from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.engines.left_alone import check_config
+from attncore.testing.harness.checked_layers import asks_check_of_layers
 from attncore.testing.harness.declared_needs import only_declared_fields
 from attncore.testing.harness.errors import ConformanceError, NotRunError, UnsupportedError
 
@@ -201,7 +202,8 @@ class Subject:
     def another(self, **changes: Any) -> AttentionBackend:
         """A backend for the base request with ``changes``, made anew in each call."""
         choice = self._choose(**self._base(**changes))
-        return self._kept(choice.create(self.device, self.options), choice.config(self.device, self.options))
+        backend = self._kept(choice.create(self.device, self.options), choice.config(self.device, self.options))
+        return asks_check_of_layers(backend, choice.request, self.host)
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
