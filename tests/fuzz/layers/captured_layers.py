@@ -15,9 +15,10 @@ from attncore.graphs import capturing, launch, new_graph
 class CapturedLayers:
     def __init__(
         self, metadata: Any, layers: list[tuple[Layer, Any]], caches: dict[tuple[str, int], Any], settings: Settings,
-        numbers: Numbers, each: int | None, with_lse: bool,
+        numbers: Numbers, each: int | None, with_lse: bool, following: CapturedLayers | None = None,
     ) -> None:  # fmt: skip
-        """``metadata`` is what ``capture`` gave; ``each``: the tokens of a row, None where rows are of any length."""
+        """``metadata`` is what ``capture`` gave; ``each``: the tokens of a row, None where rows are of any length.
+        ``following``: the step before, in whose graph these layers run a second time, behind it."""
         self.numbers, self.each, tokens = numbers, each, metadata.num_tokens
 
         def zeros(heads: int, size: int) -> Tensor:
@@ -31,6 +32,7 @@ class CapturedLayers:
             self.new[key] = [zeros(one.kv_heads, size) for size in (one.head_size, one.value_size)]
         self.outputs = [zeros(one.heads, one.value_size) for one in mine]
         self.graph = new_graph(numbers.device)
+        self.before = following
 
         def run(number: int) -> Tensor:
             layer, impl = layers[number]
@@ -45,18 +47,37 @@ class CapturedLayers:
             )  # fmt: skip
             return returned[1] if with_lse else returned
 
+        self.with_lse, self._run = with_lse, run
         for number in range(len(layers)):
             launch(run, number)  # a warm-up, over an empty step
         with capturing(self.graph):
             metadata.record()
+            if following is not None:
+                following.sums_before = [launch(following._run, number) for number in range(len(layers))]
+                metadata.record_next()
             self.sums = [launch(run, number) for number in range(len(layers))]
-        self.with_lse = with_lse
 
     def run(
         self, built: Any, queries: list[Tensor], new: dict[tuple[str, int], list[Tensor]]
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Output and perhaps log-sum-exp of each layer for what was ``built`` for this size, a step or the next of the
         steps ahead; padding holds NaN."""
+        self._fill(queries, new)
+        built.replay(self.graph)
+        return self._found(len(queries[0]), self.sums)
+
+    def run_both(
+        self, steps: Any, queries: list[list[Tensor]], new: list[dict[tuple[str, int], list[Tensor]]]
+    ) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """``run`` of the next two of the steps ahead, in one graph."""
+        assert self.before is not None
+        self.before._fill(queries[0], new[0])
+        self._fill(queries[1], new[1])
+        steps.replay(self.graph, 2)
+        count = len(queries[0][0])
+        return [self.before._found(count, self.before.sums_before), self._found(count, self.sums)]
+
+    def _fill(self, queries: list[Tensor], new: dict[tuple[str, int], list[Tensor]]) -> None:
         count = len(queries[0])
         for held, fresh in [
             *zip(self.queries, queries, strict=True),
@@ -65,7 +86,8 @@ class CapturedLayers:
         ]:  # fmt: skip
             held[:count] = self.numbers.sent(fresh)
             held[count:] = float("nan")
-        built.replay(self.graph)
+
+    def _found(self, count: int, sums: list[Any]) -> list[tuple[Tensor, Tensor | None]]:
         found = [output[:count].clone() for output in self.outputs]
-        return [(output, sums[:count].clone() if self.with_lse else None) for output, sums in
-                zip(found, self.sums, strict=True)]  # fmt: skip
+        return [(output, of_sums[:count].clone() if self.with_lse else None) for output, of_sums in
+                zip(found, sums, strict=True)]  # fmt: skip

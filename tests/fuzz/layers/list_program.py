@@ -102,16 +102,22 @@ class ListProgram(Program):
             else:
                 metadata[name] = builder.build(groups[name], pad)
         ran = self._run_step(counts, metadata, prompts, pad, through_state)
-        advances = self.draw.randint(0, 3) if ran and decodes and not through_state else 0
-        for _ in range(advances):
+        if not ran or through_state or not (decodes or self._may_turn(counts, prompts)):
+            return
+        for index in range(self.draw.randint(0, 3)):
             if any(self.held[name].computed + 1 > self.settings.sizes.model_len for name in counts):
                 return
             for name in counts:
                 self._make_room(name, self.held[name].computed + 1)
             for one in metadata.values():
-                one.advance_step()
+                one.advance_step(turn_prefills_into_decodes=not index)
+            counts = dict.fromkeys(counts, 1)
             if not self._run_step(counts, metadata, [], pad, False):
                 return
+
+    def _may_turn(self, counts: dict[str, int], prompts: list[str]) -> bool:
+        """Whether every row may be a decode of one token in the next step."""
+        return all(counts[name] == 1 for name in counts.keys() - {*prompts}) and self.draw.random() < 0.5
 
     def _run_step(
         self, counts: dict[str, int], metadata: dict[str, Any], prompts: list[str], pad: int, through_state: bool
@@ -205,6 +211,7 @@ class ListProgram(Program):
 
     def _groups(self, counts: dict[str, int], prompts: list[str]) -> dict[str, list[SequenceGroup]]:
         found: dict[str, list[SequenceGroup]] = {}
+        joined = [self.draw.random() < 0.3 for _ in counts]
         for group in self.builders:
             found[group] = []
             for index, (name, count) in enumerate(counts.items()):
@@ -215,7 +222,11 @@ class ListProgram(Program):
                     if self.cross and group == "g0" else {}
                 )  # fmt: skip
                 sequence = Sequence(index, count, request.computed, request.blocks[group])
-                found[group].append(SequenceGroup(name in prompts, [sequence], hit, **encoder))
+                last = found[group][-1] if found[group] else None
+                if last is not None and not (hit or encoder or last[0] or name in prompts) and joined[index]:
+                    found[group][-1] = SequenceGroup(False, [*last[1], sequence])  # sequences of one request
+                else:
+                    found[group].append(SequenceGroup(name in prompts, [sequence], hit, **encoder))
         return found
 
     def _make_room(self, name: str, tokens: int) -> None:

@@ -46,14 +46,16 @@ class ListSteps:
             each = group.block_size // size
             builder = CommonMetadataBuilder(
                 size, layouts[group.name], sliding_window=group.sliding_window if windows else None,
-                chunked_prefill=chunked, encoder_decoder=cross, backend=self.parts.backends[group.name],
+                chunked_prefill=chunked, encoder_decoder=cross and group.name == "g0", backend=self.parts.backends[group.name],
             )  # fmt: skip
             groups = []
             for name in order:
                 request = held[name]
                 table = [block * each + k for block in request.blocks[group.name] for k in range(each)]
                 encoder = (
-                    {"encoder_seq_len": request.encoder, "cross_block_table": request.blocks["cross"]} if cross else {}
+                    {"encoder_seq_len": request.encoder, "cross_block_table": request.blocks["cross"]}
+                    if cross and group.name == "g0"
+                    else {}
                 )
                 hit = not chunked and name in behind
                 sequence = Sequence(0, counts[name], request.computed, table)

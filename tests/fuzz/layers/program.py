@@ -62,6 +62,8 @@ class Program:
         self.recurrent = RecurrentLayer(MAX_REQS + 3)
         self.captured: dict[Any, CapturedLayers] = {}
         """By bucket."""
+        self.twice: dict[int, CapturedLayers] = {}
+        """By bucket, two steps ahead in one graph."""
         self._capture()
         self.comparer = Comparer(draw, settings, self.requests.held, self._scaled)
         self.encoders = Encoders(draw, settings, self.backends, self.numbers, tested)
@@ -99,20 +101,34 @@ class Program:
 
     def _capture(self) -> None:
         level, draw = self.tested.cuda_graph, self.draw
-        if level == "never" or draw.random() < 0.6 or any(layer.whole for layer in self.settings.layers):
+        if level == "never" or draw.random() < 0.4 or any(layer.whole for layer in self.settings.layers):
             return
         rows = draw.randint(1, MAX_REQS)
-        each = 1 if level == "uniform_decode" else draw.randint(1, self.settings.threshold)
+        each = 1 if level == "uniform_decode" else draw.choice([1, draw.randint(1, self.settings.threshold)])
         layers = list(zip(self.settings.layers, self.impls, strict=True))
         with_lse = "lse" in self.tested.features and draw.random() < 0.5
         metadata = self.builder.capture(rows, each)
-        self.captured[rows] = CapturedLayers(metadata, layers, self.caches, self.settings, self.numbers, each, with_lse)
+        given = metadata, layers, self.caches, self.settings, self.numbers, each, with_lse
+        self.captured[rows] = CapturedLayers(*given)
+        if each == 1 and not self.settings.states and self._runs_ahead(rows):
+            self.twice[rows] = CapturedLayers(*given, self.captured[rows])
         if level == "always" and not self.settings.states and draw.random() < 0.5:
             tokens = draw.choice([8, 24])
             metadata = self.builder.capture(rows, num_tokens=tokens)
             self.captured[rows, tokens] = CapturedLayers(
                 metadata, layers, self.caches, self.settings, self.numbers, None, with_lse
             )
+
+    def _runs_ahead(self, rows: int) -> bool:
+        """Whether steps of a size may be made of one another on the device."""
+        try:
+            steps = self.builder.run_ahead(1, bucket=rows)
+        except ValueError as refused:
+            if not str(refused).startswith("run_ahead"):
+                raise
+            return False
+        steps.stop()
+        return True
 
     def _drawn_scales(self, settings: Settings) -> tuple[Scale, Scale]:
         """Of keys and values, powers of 2; those of one kind that the backend has. Other caches than fp8 have none."""
@@ -269,14 +285,45 @@ class Program:
             if not str(refused).startswith("run_ahead"):
                 raise
             return False
-        for index in range(draw.choice([count, count, draw.randint(1, count)])):
+        wanted, index = draw.choice([count, count, draw.randint(1, count)]), 0
+        while index < wanted:
+            both = bucket in self.twice and index + 1 < wanted and draw.random() < 0.7
+            index += 2 if both else 1
+            if both:
+                self._run_both(bucket, steps)
+                continue
             step = self._new_step(dict.fromkeys(steps.first.req_ids, 1), {})
             queries = self._queries(step)
             found = self._replayed(bucket, steps, {}, step, queries)
-            self._finish(step, steps[index] if self.settings.states else None, queries, found, replayed=True)
+            self._finish(step, steps[index - 1] if self.settings.states else None, queries, found, replayed=True)
         if steps.left:
-            assert steps.stop() == index + 1
+            assert steps.stop() == index
         return True
+
+    def _run_both(self, bucket: int, steps: Any) -> None:
+        """The next two steps ahead in one graph."""
+        made, queries = [], []
+        for index in range(2):
+            counts = dict.fromkeys(steps.first.req_ids, 1)
+            made.append(self._new_step(counts, {}))
+            queries.append(self._queries(made[-1]))
+            if index == 0:
+                for name in counts:
+                    self.requests.held[name].computed += 1
+        for name in counts:
+            self.requests.held[name].computed -= 1
+        new = [
+            {
+                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
+                for layer in self.settings.layers
+            }
+            for step in made
+        ]
+        found = self.twice[bucket].run_both(steps, queries, new)
+        for step, asked, returned in zip(made, queries, found, strict=True):
+            whole = Part({}, [*range(len(step.tokens))])
+            results = [(number, whole, *one) for number, one in enumerate(returned)]
+            self._finish(step, None, asked, results, replayed=True)
 
     def _finish(self, step: Step, metadata: Any, queries: list[Tensor], found: list[Result], *, replayed: bool) -> None:
         """Compares what layers gave, and goes on behind the step."""
