@@ -46,7 +46,8 @@ class ListSteps:
             each = group.block_size // size
             builder = CommonMetadataBuilder(
                 size, layouts[group.name], sliding_window=group.sliding_window if windows else None,
-                chunked_prefill=chunked, encoder_decoder=cross and group.name == "g0", backend=self.parts.backends[group.name],
+                chunked_prefill=chunked, encoder_decoder=cross and group.name == "g0",
+                backend=self.parts.backends[group.name],
             )  # fmt: skip
             groups = []
             for name in order:
