@@ -8,7 +8,6 @@ cascades and ranks.
 """
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from fuzz.budget import examples
 from fuzz.layers import backends
-from fuzz.layers.program import Program
+from fuzz.layers.programs import new_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def run(seed, tested):
-    Program(random.Random(seed), tested).run(STEPS)
+    new_program(seed, tested).run(STEPS)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["selected", "by hand"])
@@ -55,6 +54,14 @@ def test_flash(patch, generation, seed):
 @given(seed=seeds)
 def test_flashinfer(seed):
     run(seed, backends.flashinfer())
+
+
+@pytest.mark.parametrize("others", ["reference", "ck"])
+@examples(2)
+@given(seed=seeds)
+def test_groups_on_several_backends(patch, others, seed):
+    other = backends.reference(by_hand=False) if others == "reference" else backends.rocm("ck", patch)
+    run(seed, backends.hybrid(other, backends.flash("3_vllm", patch), backends.flashinfer()))
 
 
 @examples(4)

@@ -4,8 +4,7 @@
 
 FIRST is the seed of the first program; none begins after SECONDS. On a CPU BACKEND is ``triton`` or ``sdpa``, with
 ATTNCORE_ROCM_DEV_DEVICE=cpu and TRITON_INTERPRET=1; on a GPU one of ``ON_GPU``, or several for a model whose groups run
-on each, such as ``flash3+triton``. Of four programs there one is of the list builder, and one of adopted steps. Each
-program that fails is printed with its seed; the exit code is 1 then.
+on each, such as ``flash3+triton``. Each program that fails is printed with its seed; the exit code is 1 then.
 """
 
 import random
@@ -14,16 +13,13 @@ from dataclasses import replace
 
 import torch
 from fuzz.layers import backends
-from fuzz.layers.adopted_program import AdoptedProgram
-from fuzz.layers.list_program import ListProgram
-from fuzz.layers.program import Program
+from fuzz.layers.programs import new_program
 from fuzz.layers.settings import Sizes, Tested
 from fuzz.seeds import run_seeds
 
 from attncore import Host
 
 STEPS = 10
-PROGRAMS = Program, Program, ListProgram, AdoptedProgram
 BFLOAT16 = {"tolerance": 3e-2}
 ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
     "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
@@ -77,8 +73,7 @@ def main(name: str, *seeds: int) -> int:
         interpreted = name == "triton" and not torch.cuda.is_available()
         if interpreted:
             draw_tiles(draw)
-        made = PROGRAMS[seed % len(PROGRAMS)] if torch.cuda.is_available() else Program
-        made(draw, under_test).run(STEPS // 3 if interpreted else STEPS)
+        new_program(seed, under_test, draw).run(STEPS // 3 if interpreted else STEPS)
 
     return run_seeds(name, run, *seeds)
 
