@@ -86,6 +86,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
     ) -> AttentionImpl:
         """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
 
+        ``scale``, which scores are multiplied by, is a positive number.
         ``k_scale`` and ``v_scale`` are numbers, or tensors with one element or one for each key/value head, of which
         the layer keeps a copy; ``impl.set_scales`` changes them. Of ``sinks`` and ``alibi_slopes`` it keeps a copy too;
         ``impl.set_sinks`` changes the sinks, and slopes stay what they were.
@@ -96,7 +97,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         layer_name = checked_name(layer_name)
         attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
         sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
-        scale = float32_number("scale", scale)
+        scale = float32_number("scale", scale, positive=True)  # kernels scale the largest score, not the smallest
         if logits_soft_cap is not None:
             logits_soft_cap = float32_number("logits_soft_cap", logits_soft_cap, positive=True)
         if alibi_slopes is not None:

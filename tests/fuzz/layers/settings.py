@@ -206,7 +206,7 @@ def draw_features(
 ) -> dict[str, Any]:
     """``scale`` and what else a layer may have; a layer of a group with a window has no longer one."""
     mine = settings.of(group.name)
-    found: dict[str, Any] = {"scale": draw.choice([mine.head_size**-0.5, 0.11, 0.5, -0.2])}
+    found: dict[str, Any] = {"scale": draw.choice([mine.head_size**-0.5, 0.11, 0.5])}
     heads = range(mine.heads)
     if group.cross:
         found["attn_type"] = "encoder_decoder"

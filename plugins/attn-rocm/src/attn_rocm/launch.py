@@ -15,6 +15,8 @@ from attn_rocm.kernels.unified import unified_attention
 
 LOG2E = math.log2(math.e)
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+ALL_TOKENS = 1 << 30
+"""A window that no request is longer than; with larger ones positions and windows together do not fit int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,7 @@ class Launcher:
         )  # fmt: skip
         numbers = (
             scale * k_number, scale, v_number, cap, num_seqs, len(query), keys.raw_rows,
-            scoring.window or 0, 0 if table is None else table.stride(0),
+            min(scoring.window or 0, ALL_TOKENS), 0 if table is None else table.stride(0),
         )  # fmt: skip
         strides = (*query.stride()[:2], *kc, *vc, *key_strides, *value_strides, *out.stride()[:2])
         unified_attention[grid](

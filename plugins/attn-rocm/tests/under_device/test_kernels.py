@@ -160,6 +160,7 @@ LAYERS = {
     "plain": {},
     "window": {"window": 18},
     "window of one": {"window": 1},
+    "largest window": {"window": 2**31 - 1},
     "soft cap": {"soft_cap": 1.5},
     "slopes": {"alibi": True},
     "sinks": {"sinks": True},
@@ -227,7 +228,7 @@ def test_roots_alone_are_decodes():
     Case(DECODES, trees={0: [], 2: []}).check(scoring(window=18), decode=True)
 
 
-@pytest.mark.parametrize("layer", ["plain", "window", "all"])
+@pytest.mark.parametrize("layer", ["plain", "window", "largest window", "all"])
 def test_not_causal(layer):
     """Every query sees every key, or those fewer than a window away on either side."""
     rows = [(21, 21), (5, 5)]
