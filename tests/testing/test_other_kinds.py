@@ -195,6 +195,35 @@ def test_cross_attention_through_page_lists(site):
     assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"
 
 
+ONE_HEAD_EACH = (
+    "max_group_size=1, kv_cache_dtypes={'auto', 'fp8_e4m3'}, features={'alibi', 'sinks', 'sliding_window', "
+    "'logits_soft_cap', 'kv_scales', 'encoder_decoder', 'lse', 'tree_mask', 'multi_token_decode'}"
+)
+NO_SINKS_ACROSS = """
+def init(self, backend, layer_name, **features):
+    if "attn_type" in features:
+        features["sinks"] = None
+    super(Impl, self).__init__(backend, layer_name, **features)
+Impl.__init__ = init
+"""
+OF_FEATURES = "feature or scales or together or slopes or sinks or cross"
+
+
+def test_features_are_tried_where_every_head_has_keys_of_its_own(site):
+    plant(site, "mha", ONE_HEAD_EACH)
+    code, report = conformance("mha", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", OF_FEATURES))
+    assert (code, report.failures) == (0, [])
+    found = states(report)
+    rows = ("alibi", "sinks", "features together", "layers together", "encoder_decoder", "kv_scales", "tree_mask")
+    assert {name: found[name] for name in rows} == dict.fromkeys(rows, "supported")
+
+
+def test_a_feature_that_is_left_out_there_is_found(site):
+    plant(site, "mha", ONE_HEAD_EACH, NO_SINKS_ACROSS)
+    code, _ = conformance("mha", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", "cross_attention_with_a_feature"))
+    assert code == 1
+
+
 NO_WINDOW_OVER_FP8 = """
 def init(self, backend, layer_name, **features):
     super(Impl, self).__init__(backend, layer_name, **features)

@@ -100,7 +100,7 @@ def test_a_cross_layer_attends_without_writing(attncore_subject: Subject, writte
     """A cross layer, in the step that brings an encoder's keys and in one that does not."""
     attncore_subject.require("encoder_decoder")
     attncore_subject.require_phase("prefill", "decode")
-    engine = ReadingCrossEngine(attncore_subject.backend(num_heads=4, num_kv_heads=2), written_by=written_by)
+    engine = ReadingCrossEngine(attncore_subject.backend(), written_by=written_by)
     for name, length in enumerate((1, engine.block_size + 1)):
         engine.add(name, length)
     with _of(engine):

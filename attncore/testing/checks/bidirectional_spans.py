@@ -47,7 +47,7 @@ def test_spans_over_random_batches(attncore_subject: Subject, attncore_examples:
     """Prompts with spans and without, whole and in chunks, beside decodes, in steps that are padded too."""
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill", "decode")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
 
     def check(seed: int) -> None:
         random, engine = np.random.default_rng(seed), SpanEngine(backend, seed=seed)
@@ -137,7 +137,7 @@ def test_spans_with_a_feature(attncore_subject: Subject, feature: str) -> None:
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill")
     attncore_subject.require(feature)
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     engine = SpanEngine(backend, **FEATURES[feature])
     size = engine.block_size
     for name, context in (("new", 0), ("chunk", size + 3)):
@@ -177,7 +177,7 @@ def test_spans_behind_a_window(attncore_subject: Subject) -> None:
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill", "decode")
     attncore_subject.require("sliding_window")
-    engine = SpanEngine(attncore_subject.backend(num_heads=4, num_kv_heads=2), sliding_window=5)
+    engine = SpanEngine(attncore_subject.backend(), sliding_window=5)
     context = max(3 * engine.block_size, 16)
     for name in "ab":
         engine.add(name, context + 40)

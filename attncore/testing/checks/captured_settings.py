@@ -18,7 +18,7 @@ from attncore.testing.engines.captured_reading_engine import CapturedReadingEngi
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_long_contexts import SPREAD
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
+from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, LONG_FEATURES, TOGETHER, in_one_layer, of_a_feature
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -46,14 +46,14 @@ def test_captured_sizes_with_a_feature(attncore_subject: Subject, feature: str) 
     require_captured(attncore_subject, 1)
     declared = attncore_subject.form.features
     short, long = (of_a_feature(feature, declared, samples) for samples in (FEATURES, LONG_FEATURES))
-    _run(attncore_subject.backend(**HEADS), short, long)
+    _run(attncore_subject.backend(), short, long)
 
 
 @covers("captured sizes")
 def test_captured_drafts_with_features(attncore_subject: Subject) -> None:
     """Decodes with drafts, of a layer with all features that are declared."""
     require_captured(attncore_subject, 1 + DRAFTS)
-    backend = attncore_subject.backend(**HEADS)
+    backend = attncore_subject.backend()
     declared = _some_of(backend)
     _run(backend, in_one_layer(declared), in_one_layer(declared, LONG_FEATURES), tokens=1 + DRAFTS)
 
@@ -62,7 +62,7 @@ def test_captured_drafts_with_features(attncore_subject: Subject) -> None:
 def test_captured_sizes_with_features_without_writing(attncore_subject: Subject) -> None:
     """``write=False`` in a graph, of a layer with all features that are declared."""
     require_captured(attncore_subject, 1)
-    backend = attncore_subject.backend(**HEADS)
+    backend = attncore_subject.backend()
     features = in_one_layer(_some_of(backend))
     _replay(CapturedReadingEngine(backend, 1, written_by="write_cache", **features))
 
@@ -132,7 +132,7 @@ def _some_of(backend: AttentionBackend) -> Collection[str]:
 
 def _run_both(subject: Subject, what: str, cache: Any = None, **changes: Any) -> None:
     require_captured(subject, 1)
-    backend = subject.backend(**{**HEADS, **changes})
+    backend = subject.backend(**changes)
     declared, given = features_of(backend), {} if cache is None else {"cache": cache}
     with named(what):
         _run(backend, given, given)

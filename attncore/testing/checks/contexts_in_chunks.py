@@ -62,9 +62,9 @@ class _Prompts:
     """
 
     def __init__(self, subject: Subject, *, cached: bool) -> None:
-        self.own = Engine(subject.backend(num_heads=4, num_kv_heads=2), with_lse=True, junk=math.nan)
+        self.own = Engine(subject.backend(), with_lse=True, junk=math.nan)
         # A backend of its own, as docs/building-blocks.md has it: a plan is for all layers of a backend.
-        across = subject.backend(num_heads=4, num_kv_heads=2)
+        across = subject.backend()
         self.across = Engine(across, with_lse=True, junk=math.nan, attn_type=AttentionType.ENCODER_DECODER)
         self.across.causal = False
         if not cached:

@@ -12,7 +12,7 @@ from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.every_method_engine import EveryMethodCrossEngine
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
+from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
@@ -36,7 +36,7 @@ ACROSS = {name: FEATURES[name] for name in ("logits_soft_cap", "sinks")}
 
 def _cross(subject: Subject, **given: Any) -> CrossEngine:
     subject.require("encoder_decoder")
-    return CrossEngine(subject.backend(num_heads=4, num_kv_heads=2), **given)
+    return CrossEngine(subject.backend(), **given)
 
 
 @covers("encoder_decoder")
@@ -157,7 +157,7 @@ def test_cross_attention_with_a_value_head(attncore_subject: Subject) -> None:
 def _by_every_method(subject: Subject, what: str, **changes: Any) -> None:
     subject.require("encoder_decoder")
     subject.require_phase("prefill", "decode")
-    backend = subject.backend(**HEADS, **changes)
+    backend = subject.backend(**changes)
     for features in ({}, in_one_layer(features_of(backend), ACROSS)):
         with named(what):
             engine = EveryMethodCrossEngine(backend, **features)

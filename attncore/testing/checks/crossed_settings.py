@@ -14,7 +14,7 @@ from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.engines.run_long_contexts import LONGEST, run_long_contexts
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
+from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import (
     FEATURES,
     LONG_FEATURES,
@@ -46,7 +46,7 @@ def test_long_contexts_with_a_feature(attncore_subject: Subject, feature: str) -
     """Over 1,100 keys, a chunk of 300 behind 700: a part of them is read by kernels that a short step does not run."""
     attncore_subject.require_phase("prefill", "decode")
     features = of_a_feature(feature, attncore_subject.form.features, LONG_FEATURES)
-    run_long_contexts(attncore_subject.backend(**HEADS), LONGEST, **features)
+    run_long_contexts(attncore_subject.backend(), LONGEST, **features)
 
 
 @covers("long contexts")
@@ -55,7 +55,7 @@ def test_long_contexts_with_large_heads(attncore_subject: Subject) -> None:
     attncore_subject.require_phase("prefill", "decode")
     if attncore_subject.form.mla_only or LARGE_HEAD not in attncore_subject.form.head_sizes:
         raise UnsupportedError(f"its spec does not declare heads of {LARGE_HEAD}")
-    run_long_contexts(attncore_subject.backend(**HEADS, head_size=LARGE_HEAD))
+    run_long_contexts(attncore_subject.backend(head_size=LARGE_HEAD))
 
 
 @covers("dtype {dtype}")
@@ -112,7 +112,7 @@ def test_every_method_with_a_group_of_heads(attncore_subject: Subject, num_kv_he
 def test_every_method_over_adopted_steps(attncore_subject: Subject) -> None:
     """Long contexts in steps that are made of an engine's own tensors, without a feature and with all."""
     attncore_subject.require_phase("prefill", "decode")
-    backend = attncore_subject.backend(**HEADS)
+    backend = attncore_subject.backend()
     with named("adopted steps", "long contexts"):
         run_long_contexts(backend, make=EveryMethodAdoptingEngine)
     if features := in_one_layer(features_of(backend), LONG_FEATURES):
@@ -124,7 +124,7 @@ def _run(subject: Subject, what: str, cache: Any = None, *, long: bool = True, *
     """Short steps with all features, adopted ones too, then long ones without any and with all, for the base request
     with ``changes``.
     """
-    backend = subject.backend(**{**HEADS, **changes})
+    backend = subject.backend(**changes)
     declared = features_of(backend)
     given: dict[str, Any] = {} if cache is None else {"cache": cache}
     with named(what, "all declared features"):

@@ -48,7 +48,7 @@ class ReadingTreeEngine(ReadingEngine, TreeEngine):
 def test_draft_trees_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
     """Trees of any shape beside decodes and prompts, over contexts of any length, in steps that are padded too."""
     attncore_subject.require("tree_mask")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
 
     def check(seed: int) -> None:
         random, engine = np.random.default_rng(seed), TreeEngine(backend, seed=seed)
@@ -103,7 +103,7 @@ def test_draft_trees_with_a_feature(attncore_subject: Subject, feature: str) -> 
     """Windows and slopes go by positions, which are those of depth: a key is as far away as it lies up the path."""
     attncore_subject.require("tree_mask")
     attncore_subject.require(feature)
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     engine = TreeEngine(backend, **FEATURES[feature])
     contexts = {"a": 1, "b": 4, "c": engine.block_size + 3}
     for name, context in contexts.items():

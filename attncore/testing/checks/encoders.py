@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import HEADS, features_of, named, require_declared, value_head
+from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
@@ -55,7 +55,7 @@ def test_a_feature_of_an_encoder(attncore_subject: Subject, feature: str) -> Non
     """With a window, that is symmetric: fewer than so many positions away; slopes count the absolute distance."""
     for name in ("encoder", feature):
         attncore_subject.require(name)
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     for kind in ENCODERS:
         EncoderEngine(backend, kind, **FEATURES[feature]).encode([1, 9, 17, 4])
 
@@ -66,7 +66,7 @@ def test_an_encoder_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
     """Rows of up to 150 tokens, without a feature and with all that are declared, and their log-sum-exp where it is."""
     attncore_subject.require("encoder")
     require_declared(dtype, attncore_subject.form.dtypes)
-    backend = attncore_subject.backend(**HEADS, dtype=dtype)
+    backend = attncore_subject.backend(dtype=dtype)
     declared = features_of(backend)
     for kind in ENCODERS:
         for features in ({}, in_one_layer(declared)):
@@ -80,7 +80,7 @@ def test_an_encoder_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
 def test_an_encoder_with_a_value_head(attncore_subject: Subject, kind: str) -> None:
     """Values of another size than keys, without a feature and with all, and their log-sum-exp where it is declared."""
     attncore_subject.require("encoder")
-    backend = attncore_subject.backend(**HEADS, head_size_v=value_head(attncore_subject))
+    backend = attncore_subject.backend(head_size_v=value_head(attncore_subject))
     declared = features_of(backend)
     with named("a value head"):
         for features in ({}, in_one_layer(declared)):

@@ -30,7 +30,7 @@ __all__ = [
 def test_a_feature_over_random_batches(attncore_subject: Subject, attncore_examples: int, feature: str) -> None:
     """Mixed batches of any lengths, with the feature on."""
     attncore_subject.require(feature)
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     run_drawn_batches(attncore_subject, backend, attncore_examples, **FEATURES[feature])
 
 
@@ -59,7 +59,7 @@ def test_window_off_by_one(attncore_subject: Subject, window: str) -> None:
 def test_alibi_slopes_in_any_order(attncore_subject: Subject) -> None:
     """Slopes are those given, one a query head, also where they are not the standard ones of so many heads."""
     attncore_subject.require("alibi")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     run_around_a_block(attncore_subject, backend, alibi_slopes=SLOPES)
 
 
@@ -68,7 +68,7 @@ def test_alibi_slopes_in_any_order(attncore_subject: Subject) -> None:
 def test_a_feature_that_is_a_tensor(attncore_subject: Subject, feature: str) -> None:
     """Slopes and sinks as tensors: float32 on the host, and on the device as a parameter of the model's dtype."""
     attncore_subject.require(feature)
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     ((argument, numbers),) = FEATURES[feature].items()
     held = torch.tensor(numbers, dtype=getattr(torch, backend.config.dtype), device=backend.config.device)
     for given in (torch.tensor(numbers), torch.nn.Parameter(held, requires_grad=False)):
@@ -80,7 +80,7 @@ def test_a_feature_that_is_a_tensor(attncore_subject: Subject, feature: str) -> 
 def test_standard_alibi_slopes(attncore_subject: Subject) -> None:
     """The slopes ``2 ** (-8 i / n)`` of n heads."""
     attncore_subject.require("alibi_standard")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     slopes = tuple(2.0 ** (-8 * i / 4) for i in range(1, 5))
     run_around_a_block(attncore_subject, backend, alibi_slopes=slopes)
 
@@ -91,7 +91,7 @@ def test_all_declared_features_together(attncore_subject: Subject) -> None:
     declared = [name for name in FEATURES if name in attncore_subject.form.features]
     if len(declared) < 2:
         raise UnsupportedError("its spec declares fewer than two of these features")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     features = {argument: value for name in declared for argument, value in FEATURES[name].items()}
     run_around_a_block(attncore_subject, backend, **features)
 

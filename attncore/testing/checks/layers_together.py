@@ -19,7 +19,7 @@ __all__ = [
 
 
 def _run(subject: Subject, features: Sequence[Mapping[str, Any]]) -> None:
-    layers = Layers(subject.backend(num_heads=4, num_kv_heads=2), features)
+    layers = Layers(subject.backend(), features)
     size, phases = layers.engines[0].block_size, subject.form.phases
     contexts = {"a": 2 * size + 1, "b": size, "c": 1}
     for name, context in contexts.items():

@@ -58,7 +58,7 @@ def test_log_sum_exp_is_float32_in_every_dtype(attncore_subject: Subject, dtype:
 def test_log_sum_exp_with_features(attncore_subject: Subject) -> None:
     """Window, soft cap and slopes act before it; a sink is part of the sum. Each that is declared, then all."""
     attncore_subject.require("lse")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     declared = [FEATURES[name] for name in FEATURES if name in attncore_subject.form.features]
     together: dict[str, Any] = {argument: value for one in declared for argument, value in one.items()}
     for features in (*declared, together):

@@ -60,7 +60,7 @@ def test_nothing_is_read_that_a_window_has_passed(attncore_subject: Subject, win
     """Contexts longer than a window, whose blocks are released as it passes them: they are null in the table, and hold
     NaN, as the null block does. Where the spec declares ``finite_passed_blocks`` it is another finite number."""
     attncore_subject.require("sliding_window")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     size, phases = backend.config.block_size, attncore_subject.form.phases
     width = window if isinstance(window, int) else size + 3
     contexts = {"far": max(FAR, 5 * size + 1) if "prefill" in phases else 5 * size + 1, "near": 3 * size, "short": 2}

@@ -25,7 +25,7 @@ BEFORE, AFTER = FEATURES["sinks"], OTHER_VALUES["sinks"]
 def test_sinks_set_after_the_layer_is_made(attncore_subject: Subject, kind: str) -> None:
     """``set_sinks`` counts from the next step on, of a layer that has attended with others; and once more."""
     attncore_subject.require("sinks")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     engine = Engine(backend, **_given(kind, BEFORE))
     other = backend.impl("layers.1", **{**engine.features, **_given(kind, BEFORE)})
     batch = attncore_subject.around_a_block(backend.config.block_size)
@@ -47,7 +47,7 @@ def test_captured_sizes_see_sinks_that_are_set(attncore_subject: Subject) -> Non
     """Decodes that were captured before ``set_sinks`` are replayed with the sinks that it set."""
     attncore_subject.require("sinks")
     attncore_subject.require_graphs("prefill", "decode")
-    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    backend = attncore_subject.backend()
     engine = CapturedEngine(backend, 1, **_given("tensor", BEFORE))
     _set(engine, "tensor", BEFORE, AFTER)
     for _ in range(8):

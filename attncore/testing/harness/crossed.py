@@ -10,8 +10,6 @@ from attncore.testing.harness.declared_samples import edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 
-HEADS = {"num_heads": 4, "num_kv_heads": 2}
-"""Heads that the samples of features have values for."""
 _MOST_VALUES = 256
 
 

@@ -310,11 +310,12 @@ def _as_it_is(backend: AttentionBackend) -> AttentionBackend:
 
 
 def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:
-    """A small request that a form accepts: few heads of a common small size, small blocks; with ``changes``."""
-    group = 2 if form.max_group_size is None else min(2, form.max_group_size)
+    """A small request that a form accepts: few heads of a common small size, small blocks; with ``changes``. The heads
+    are those that the samples of features have values for.
+    """
     found: dict[str, Any] = {
-        "num_heads": 2 * group,
-        "num_kv_heads": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4 if form.max_group_size == 1 else 2,
         "head_size": _first((16, 32, 64, 128), form.head_sizes),
         "dtype": next(name for name in ("float32", "bfloat16", "float16") if name in form.dtypes),
         "block_size": _first((4, 8, 16), form.block_sizes),
