@@ -254,7 +254,9 @@ class Generation3:
         rows = len(cu_seqlens_q) - 1
         descales = [torch.ones(rows, k.shape[-2])] * 3
         if q.dtype == fp8:
-            descales = [one.float() for one in (q_descale, k_descale, v_descale)]
+            descales = [q_descale, k_descale, v_descale]
+            if any(one.dtype != torch.float32 for one in descales):
+                raise RuntimeError("expected scalar type Float")
             if any(one.shape != (rows, k.shape[-2]) for one in descales):
                 raise RuntimeError("k_descale must have shape (batch_size, num_heads_k)")
         if scheduler_metadata is not None:

@@ -57,6 +57,22 @@ def test_a_complete_build_lacks_nothing() -> None:
     assert made_by_calls().lacks == {}
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_a_model_that_is_made_in_its_own_dtype_changes_no_finding() -> None:
+    """Engines make layers under the model's dtype as torch's default."""
+    assert made_by_calls().lacks == {}
+    for sinks in (True, False):
+        assert probe.generation3_lacks(standin.Generation3(sinks=sinks).library(), CPU) == {}
+
+
 def test_a_dtype_that_is_left_out() -> None:
     found = made_by_calls("torch.float16")
     assert list(found.lacks) == ["dtype float16"]

@@ -65,7 +65,7 @@ class Numbers:
 
     def rows(self, count: int, heads: int, size: int, settings: Settings) -> Tensor:
         """(count, heads, size): numbers that a cache of these settings holds exactly, with a scale of 2**n."""
-        found = torch.randn(count, heads, size, generator=self.generator)
+        found = torch.randn(count, heads, size, generator=self.generator, dtype=torch.float32)
         if settings.cache_dtype != "auto":
             found = (found * 2).round().clamp(-4, 4) / 2
         return found.to(self.dtype)

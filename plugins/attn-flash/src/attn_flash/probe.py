@@ -144,9 +144,10 @@ def _attend3(
     starts = torch.cat((lengths.new_zeros(1), lengths // lengths))
     given = {"sliding_window": None, "logits_soft_cap": None, **features}
     kind = partial(LatentLayer, num_heads=1, cores=1) if latent else generation3.Layer
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}  # the default may be that of a model
     layer = kind(
-        library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, device=device) if sinks else None, causal=True,
-        device=str(device), descales=torch.ones(3, 1, device=device), **given,
+        library, scale=1.0, alibi_slopes=None, sinks=torch.zeros(1, **float32) if sinks else None, causal=True,
+        device=str(device), descales=torch.ones(3, 1, **float32), **given,
     )  # fmt: skip
     segment, key = packed_segment(starts, 1, 1, 1), query[0]
     caches = None
@@ -172,7 +173,9 @@ def _tensors(device: torch.device, dtype: torch.dtype, size: int, page: int) -> 
 
 
 def _slopes(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {**given, "alibi_slopes": torch.full((1,), 0.5, device=device)} if "alibi_slopes" in given else given
+    if "alibi_slopes" not in given:
+        return given
+    return {**given, "alibi_slopes": torch.full((1,), 0.5, dtype=torch.float32, device=device)}
 
 
 def _problem(device: torch.device, call: Callable[[], None]) -> str:
