@@ -33,6 +33,20 @@ def test_mixed_batches(layout: str, features: dict[str, Any]) -> None:
     run_batch(Engine(standin.backend(kv_cache_layout=layout), junk=math.nan, **features), MIXED)
 
 
+def test_a_query_with_a_gradient_over_an_fp8_cache() -> None:
+    """As of a model that runs outside of torch.no_grad."""
+    backend = standin.backend(kv_cache_dtype="fp8_e4m3")
+    impl = backend.impl("layers.0", scale=0.1, k_scale=torch.tensor([2.0, 1.0]), v_scale=torch.tensor([1.0, 0.5]))
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    batch.add_request("a", [1])
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build({"a": 3})
+    cache = backend.allocate_kv_cache(4)
+    query, key, value = (torch.ones(3, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    wanted = impl.forward(query, key, value, cache, metadata)
+    found = impl.forward(query.requires_grad_(), key, value, cache, metadata)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
 def test_grouped_heads_and_sizes(heads: tuple[int, int]) -> None:
     for size in (64, 128, 256):

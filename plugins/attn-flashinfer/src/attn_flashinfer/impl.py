@@ -157,7 +157,7 @@ class FlashInferImpl(AttentionImpl):
         given = query
         if self._of_query is not None:
             scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-            torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
+            torch.mul(self._of_kv_heads(query.detach()), self._of_query, out=self._of_kv_heads(scaled))
             query = scaled
         scales, count, add_sinks = self._scales, query.shape[0], self._add_sinks
         for run, start, stop, by_xqa in step.parts:
