@@ -27,6 +27,8 @@ ALWAYS = {
     "tests/integrations/test_context_parallel.py::test_two_ranks_that_share_keys_say_what_one_says": "and share keys",
     "tests/testing/test_planted_faults.py::test_the_sound_backend_passes_every_test": "without it no fault is planted",
     "tests/fuzz/test_trees.py::TestTreeBatches::runTest": "the only target of draft trees",
+    "tests/fuzz/test_layers.py::test_flashinfer": "the only random layers that are planned on the host",
+    "tests/test_docs_use_in_an_engine.py::test_the_snippets_run_from_top_to_bottom": "what a user pastes first",
 }
 """Functions of which a case stays in ``make test`` however long it takes, and why."""
 
