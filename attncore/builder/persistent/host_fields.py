@@ -116,15 +116,16 @@ class HostFields(Reused):
         return read_only(self._gather_pages())
 
     def _gather_pages(self) -> npt.NDArray[np.int32]:
+        pages: npt.NDArray[np.int32] = read_alone(self._state, self._arena, self._live_pages)
+        return pages
+
+    def _live_pages(self) -> npt.NDArray[np.int32]:
         if self.table_changed:
             raise AttncoreError(
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
                 "changes"
             )
-        table = self._tables["block_table"]
-        pages: npt.NDArray[np.int32]
-        pages = read_alone(self._state, self._arena, lambda: table.page_indices(self.paged_kv_indptr))
-        return pages
+        return self._live_table.page_indices(self.paged_kv_indptr)
 
 
 def read_alone(state: Any, arena: Any, read: Callable[[], Any]) -> Any:

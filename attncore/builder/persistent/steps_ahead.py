@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,7 @@ class StepsAhead(Uncopied):
             )
         groups: dict[str, CommonAttentionMetadata] = {}
         for name, of_group in self._metadata.groups.items():
-            groups[name] = _advanced(of_group, index, self._core.tables[name])
+            groups[name] = of_group.read_alone(partial(_advanced, of_group, index, self._core.tables[name]))
             vars(groups[name])["groups"] = MappingProxyType(groups)
             vars(groups[name])["states"] = MappingProxyType(_states(of_group, groups[name]))
         return groups[self._metadata.group]

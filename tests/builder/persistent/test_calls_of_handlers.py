@@ -1,12 +1,13 @@
 """What a signal's handler does to a batch happens before the call that it comes into, or is refused."""
 
 import sys
+from functools import partial
 from itertools import count
 
 import pytest
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
-from attncore.errors import ConcurrentUseError
+from attncore.errors import AttncoreError, ConcurrentUseError
 
 NAMES = "abc"
 CALLS = {
@@ -40,10 +41,10 @@ def state_of(batch):
 
 
 class Handler:
-    """Has a build move rows that fails, and puts them back, before opcode ``number`` of attncore."""
+    """Makes a call before opcode ``number`` of attncore."""
 
-    def __init__(self, builder, number):
-        self.builder, self.left, self.ran = builder, number, False
+    def __init__(self, call, number):
+        self.call, self.left, self.ran = call, number, False
 
     def trace(self, frame, event, arg):
         if "attncore" not in frame.f_code.co_filename:
@@ -54,9 +55,14 @@ class Handler:
             if self.left < 0:
                 sys.settrace(None)
                 self.ran = True
-                with pytest.raises((RuntimeError, ConcurrentUseError)):
-                    self.builder.build({"a": 3})
+                self.call()
         return self.trace
+
+
+def fails(builder):
+    """A build that moves rows and puts them back."""
+    with pytest.raises((RuntimeError, ConcurrentUseError)):
+        builder.build({"a": 3})
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -67,7 +73,7 @@ def test_rows_that_moved_and_moved_back_are_nobody_elses(kernels, name, groups):
     wanted = state_of(batch)
     for number in count():
         batch, builder = batch_of(kernels, groups)
-        handler = Handler(builder, number)
+        handler = Handler(partial(fails, builder), number)
         sys.settrace(handler.trace)
         try:
             CALLS[name](batch)
@@ -77,3 +83,27 @@ def test_rows_that_moved_and_moved_back_are_nobody_elses(kernels, name, groups):
         if not handler.ran:
             break
     assert number > 5
+
+
+@pytest.mark.parametrize("name", ["remove_request", "preempt", "swap_rows"])
+def test_page_lists_are_of_the_step_or_refused(kernels, name):
+    refused = 0
+    for number in count():
+        batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
+        for row, request in enumerate(NAMES):
+            batch.add_request(request, [10 * row + 1, 10 * row + 2], 5)
+        host = MetadataBuilder(batch, max_num_batched_tokens=64).build().host
+        call = {"swap_rows": lambda batch=batch: batch.swap_rows(0, 2)}.get(name, partial(getattr(batch, name), "b"))
+        handler, found = Handler(call, number), None
+        sys.settrace(handler.trace)
+        try:
+            found = host.paged_kv_indices.tolist()
+        except AttncoreError:  # a ConcurrentUseError, too
+            refused += 1
+        finally:
+            sys.settrace(None)
+        assert found in (None, [1, 2, 11, 12, 21, 22]), number
+        if not handler.ran:
+            break
+    assert number > 5
+    assert 0 < refused < number
