@@ -186,6 +186,23 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
     assert backend.cascade(metadata, CascadeRule(min_requests=4)) is None
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_cascade_of_the_list_builder_reads_no_prompt_without_a_table(generation: str, chunked: bool) -> None:
+    torch.manual_seed(0)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(8).normal_()
+    builder = CommonMetadataBuilder(size, backend.list_layout, backend=backend, chunked_prefill=chunked)
+    decodes = [SequenceGroup(False, [Sequence(row, 1, 2 * size + row, [1, 2, 3 + row])]) for row in (0, 1)]
+    assert backend.cascade(builder.build([SequenceGroup(True, [Sequence(7, 4, 0, [5])]), *decodes]), RULE) is None
+    for first in ([], [SequenceGroup(True, [Sequence(7, 4, size, [5, 6])], not chunked)]):
+        metadata = builder.build([*first, *decodes])
+        cascade, given = backend.cascade(metadata, RULE), tensors(metadata.num_tokens)
+        assert cascade is not None
+        expected = impl.forward(*given, cache, metadata)
+        close(impl.forward_cascade(*given, cache, metadata, cascade), expected)
+
+
 def test_a_captured_size_of_fewer_tokens_than_rows(generation: str) -> None:
     """One token for eight rows, say, whose longest query is that token."""
     if generation == "2":

@@ -61,7 +61,7 @@ class Compositions:
         cross = self.settings.groups[-1].cross
         parts.more += [] if cross else [self.profiled]
         if "lse" in tested.features and not cross:
-            parts.more.append(self.cascaded)
+            parts.more += [self.cascaded, self.cascaded_by_the_layer]
             if "encoder_decoder" in tested.features and not self.settings.latent:
                 parts.more.append(self.in_chunks)
 
@@ -125,6 +125,27 @@ class Compositions:
             return None if cascade is None or not is_plain(run) else self._attend_in_two_passes(run, cascade)
 
         return [replace(part, attend=attend, how=(*part.how, "cascade"))]
+
+    def cascaded_by_the_layer(self, part: Part, counts: dict[str, int]) -> list[Part] | None:
+        """The same where a layer has both passes."""
+        rule = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
+        write = self.draw.random() < 0.5
+
+        def attend(run: Run) -> tuple[Tensor, None] | None:
+            if not is_plain(run) or not hasattr(run.impl, "forward_cascade"):
+                return None
+            cascade = run.impl.backend.cascade(run.metadata, rule)
+            if cascade is None:
+                return None
+            if run.layer.writes and not write:
+                run.impl.write_cache(run.keys, run.values, run.cache, run.metadata)
+            output = self.parts.numbers.room(
+                *run.query.shape[:2], self.settings.of(run.layer.group).value_size, fill=7.0
+            )
+            given = run.query, run.keys, run.values, run.cache, run.metadata, cascade
+            return run.impl.forward_cascade(*given, output, write=run.layer.writes and write), None
+
+        return [replace(part, attend=attend, how=(*part.how, "cascade of the layer"))]
 
     def _attend_in_two_passes(self, run: Run, cascade: Any) -> tuple[Tensor, Tensor]:
         group, backend = run.layer.group, run.impl.backend

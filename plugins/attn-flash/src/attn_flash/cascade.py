@@ -28,11 +28,13 @@ def cascade_step(
 ) -> CascadeStep | None:
     """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing.
 
-    None, too, for a step that was built overlapped, and for views of one: the host does not know its lengths.
+    None, too, for a step that was built overlapped, and for views of one: the host does not know its lengths; and for a
+    step of the list builder with a prompt without context, which may have no block table: both passes read the cache.
     """
-    if metadata.host_lengths != "exact":
-        return None
     host = metadata.host
+    plain = metadata.from_groups and not host.context_lens[: metadata.num_prefills].all()
+    if plain or metadata.host_lengths != "exact":
+        return None
     null_block = None if metadata.from_groups else 0
     table = host.block_table[: len(host.context_lens)]
     shared = find_shared_prefix(table, host.context_lens, block_size, rule, null_block=null_block)
