@@ -62,8 +62,10 @@ class Compositions:
         parts.more += [] if cross else [self.profiled]
         if "lse" in tested.features and not cross:
             parts.more += [self.cascaded, self.cascaded_by_the_layer]
+            parts.deeper.append(self.cascaded_by_the_layer)
             if "encoder_decoder" in tested.features and not self.settings.latent:
                 parts.more.append(self.in_chunks)
+                parts.deeper.append(self.in_chunks)
 
     def profiled(self, part: Part, counts: dict[str, int]) -> list[Part] | None:
         """A step without a cache, whose tokens see one another."""
@@ -82,10 +84,12 @@ class Compositions:
 
     def in_chunks(self, part: Part, counts: dict[str, int]) -> list[Part] | None:
         """Prefills over their own tokens, and over what is gathered of their contexts."""
-        found = self.parts.views(part)
-        if not found or found[-1].how[-1] != "prefill":
-            return None
-        return [*found[:-1], replace(found[-1], attend=self._attend_in_chunks, how=(*found[-1].how, "chunks"))]
+        if {"adopted", "bare"} & {*part.how}:
+            return None  # without a table on the host, maybe
+        return [
+            replace(one, attend=self._attend_in_chunks, how=(*one.how, "chunks")) if one.how[-1] == "prefill" else one
+            for one in self.parts.views(part)
+        ]
 
     def _attend_in_chunks(self, run: Run) -> tuple[Tensor, Tensor] | None:
         if not is_plain(run):
@@ -132,7 +136,7 @@ class Compositions:
         write = self.draw.random() < 0.5
 
         def attend(run: Run) -> tuple[Tensor, None] | None:
-            if not is_plain(run) or not hasattr(run.impl, "forward_cascade"):
+            if not is_plain(run) or not hasattr(run.impl, "forward_cascade") or "adopted" in part.how:
                 return None
             cascade = run.impl.backend.cascade(run.metadata, rule)
             if cascade is None:

@@ -82,6 +82,8 @@ class Parts:
         )
         self.adopting: dict[str, AdoptedSteps] = {}
         self.more: list[Callable[[Part, dict[str, int]], list[Part] | None]] = []
+        self.deeper: list[Callable[[Part, dict[str, int]], list[Part] | None]] = []
+        """Those that are of parts too."""
 
     def of(self, step: Part, counts: dict[str, int], *, trees: bool, bounded: bool = False) -> list[Part]:
         """The parts of a step, whose planned metadata ``step`` has; ``counts`` has its rows, in order. ``bounded``: the
@@ -93,6 +95,7 @@ class Parts:
             ways = again
         elif not trees and not self.settings.spans:
             again += [self.cuts, self.local]
+            again += [lambda part, way=way: way(part, counts) or [part] for way in self.deeper]
             ways += [self.cuts, self.local]
             ways += [lambda part, way=way: way(part, counts) or [part] for way in (self.adopted, *self.more)]
         first = self.draw.choice(ways)(step)
