@@ -268,7 +268,8 @@ def test_what_check_does_not_refuse_of_a_layer_is_a_failure(site, facts, error):
 SHORT = """
 def bounded(method):
     def attend(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
-        if max(metadata.host.seq_lens, default=0) > 512:
+        lengths = [metadata.host.seq_lens, getattr(metadata.host, "encoder_seq_lens", None)]
+        if max((max(some) for some in lengths if some is not None and len(some)), default=0) > {most}:
             raise RuntimeError("the kernel has no room for longer rows")
         return method(self, query, key, value, kv_cache, metadata, output, write=write)
     return attend
@@ -278,13 +279,22 @@ Impl.forward, Impl.forward_with_lse = bounded(ReferenceImpl.forward), bounded(Re
 
 
 def test_no_request_is_longer_than_the_spec_allows(site):
-    plant(site, "short", "max_model_len=512, features={'lse', 'sinks'}", SHORT)
+    plant(site, "short", "max_model_len=512, features={'lse', 'sinks'}", SHORT.format(most=512))
     asked = "decode or long_contexts or changing_lengths or in_a_dtype"
     code, report = conformance("short", settings="EXAMPLES = 4\n", options=(*QUIET, "-k", asked))
     assert (code, report.failures) == (0, [])
     assert states(report)["decode"] == "supported"
     rows = {row["capability"]: row for row in report.rows()}
     assert rows["long contexts"]["reason"].startswith("its spec says max_model_len=512, and this test has a request of")
+
+
+def test_no_encoder_has_more_tokens_than_the_spec_allows(site):
+    plant(site, "short", "max_model_len=100, features={'lse', 'encoder', 'encoder_decoder'}", SHORT.format(most=100))
+    code, report = conformance("short", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", "encoder or cross"))
+    assert (code, report.failures) == (0, [])
+    assert {name: states(report)[name] for name in ("encoder", "encoder_decoder")} == dict.fromkeys(
+        ("encoder", "encoder_decoder"), "supported"
+    )
 
 
 LARGE = (

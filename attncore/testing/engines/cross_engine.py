@@ -47,6 +47,7 @@ class CrossEngine(Engine):
 
     def add(self, name: Hashable, tokens: int, **_: Any) -> None:
         """Add a request with ``tokens`` encoder tokens, and blocks for them."""
+        self._require_length(tokens)
         cross = self.take_blocks(-(-tokens // self.block_size))
         own = list(range(1, -(-MAX_DECODER_TOKENS // self.block_size) + 1))
         self.batch.add_request(name, {"self": own, "cross": cross}, encoder_seq_len=tokens)

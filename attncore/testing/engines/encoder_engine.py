@@ -35,6 +35,7 @@ class EncoderEngine(Engine):
 
         With ``cached`` the layer is handed a cache, of which nothing may change.
         """
+        self._require_length(max(lengths, default=0))
         encoder = self.attn_type == "encoder"
         # the layout flashinfer has no encoder fields
         layout = "flashinfer" if reads_page_lists(self.config.spec) and not encoder else "common"
