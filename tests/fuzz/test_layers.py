@@ -3,8 +3,9 @@
 Each program draws a backend's sizes, groups of layers and of states, caches of any form, requests that come, go and
 share prefixes, and then steps: whole, in views of views, slices, cuts, from another process, adopted, of the list
 builder, in chunks of local attention, without a cache, padded for captured sizes, ahead and overlapped, with drafts,
-trees, spans and encoders, by every method of a layer; and results that are merged from parts, of contexts in chunks,
-cascades and ranks.
+trees, spans and encoders, by every method of a layer and the operator; and results that are merged from parts, of
+contexts in chunks, cascades and ranks. Some seeds have programs of the list builder's steps, padded and advanced, or of
+adopted ones; and there are models whose groups run on several backends.
 """
 
 import os
@@ -56,14 +57,6 @@ def test_flashinfer(seed):
     run(seed, backends.flashinfer())
 
 
-@pytest.mark.parametrize("others", ["reference", "ck"])
-@examples(2)
-@given(seed=seeds)
-def test_groups_on_several_backends(patch, others, seed):
-    other = backends.reference(by_hand=False) if others == "reference" else backends.rocm("ck", patch)
-    run(seed, backends.hybrid(other, backends.flash("3_vllm", patch), backends.flashinfer()))
-
-
 @examples(4)
 @given(seed=seeds)
 def test_latent_flash(patch, seed):
@@ -81,6 +74,36 @@ def test_latent_flashinfer(seed):
 @given(seed=seeds)
 def test_rocm(patch, variant, seed):
     run(seed, backends.rocm(variant, patch))
+
+
+@pytest.mark.parametrize("kernel", ["xqa", "xqa_built", "cuda_cores"])
+@pytest.mark.parametrize("cascade", [False, True])
+@examples(1)
+@given(seed=seeds)
+def test_flashinfer_by_other_kernels(kernel, cascade, seed):
+    run(seed, backends.flashinfer_by(kernel, cascade=cascade))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("reference", "3_vllm", "flashinfer"), ("3_vllm", "latent"), ("2", "flashinfer"), ("3_vllm", "ck")],
+    ids=str,
+)
+@examples(2)
+@given(seed=seeds)
+def test_hybrids(patch, kinds, seed):
+    """Models whose groups of layers run on several backends."""
+    run(seed, backends.hybrid(*(of_name(name, patch) for name in kinds)))
+
+
+def of_name(name, patch):
+    others = {
+        "reference": lambda: backends.reference(by_hand=False),
+        "flashinfer": backends.flashinfer,
+        "latent": lambda: backends.flash("3_vllm", patch, latent=True),
+        "ck": lambda: backends.rocm("ck", patch),
+    }
+    return others.get(name, lambda: backends.flash(name, patch))()
 
 
 @pytest.mark.parametrize(("kernel", "count"), [("sdpa", 1), ("triton", 1)])

@@ -70,4 +70,7 @@ class ListSteps:
         tokens = [part.tokens[firsts[name] + k] for name in order for k in range(counts[name])]
         again = frozenset(name for name in behind if held[name].encoder) if cross else frozenset()
         how = (*part.how, "listed", *(("masked",) if windows and unwritten else ()))
-        return [replace(part, metadata=metadata, tokens=tokens, how=how, encodes=again)]
+        listed = replace(part, metadata=metadata, tokens=tokens, how=how, encodes=again)
+        if self.parts.deeper and draw.random() < 0.5:
+            return draw.choice(self.parts.deeper)(listed, counts)
+        return [listed]

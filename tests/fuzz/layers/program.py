@@ -498,7 +498,9 @@ class Program:
             return False
         if "listed" not in part.how:
             return True
-        return "masked" not in part.how and all(self.requests.held[name].computed for name in names)
+        if {"masked", "local"} & {*part.how}:  # a chunk without context is as a prompt without one
+            return False
+        return all(self.requests.held[name].computed for name in names)
 
     def _keys(self, layer: Layer, part: Part, step: Step, total: int) -> tuple[Tensor | None, Tensor | None]:
         """What a layer is handed of the step's keys and values; a latent cache takes no values."""
