@@ -116,7 +116,7 @@ def test_latent_attention_alone_passes(site):
     assert found["value head size"] == "unsupported"
 
 
-VARIANTS = (
+HEADS_OR_ROWS = (
     "features={'lse'}, cuda_graph='never', variants=(Variant('heads'), Variant('rows', use_mla=True, mla_only=True, "
     "head_sizes={24}, head_size_v={16}, max_group_size=16))"
 )
@@ -132,7 +132,7 @@ Impl.forward = forward
 
 def plant_variants(site, name, code=""):
     light = LIGHT.replace("MultipleOf, hookimpl", "MultipleOf, Variant, hookimpl")
-    site.plugin(name, light.format(name=name, facts=f"dict({VARIANTS})"), heavy=HEAVY + code)
+    site.plugin(name, light.format(name=name, facts=f"dict({HEADS_OR_ROWS})"), heavy=HEAVY + code)
 
 
 def test_latent_rows_are_of_the_variant_that_declares_them(site):
@@ -231,10 +231,13 @@ def init(self, backend, layer_name, **features):
         raise {error}("sliding_window: not over an fp8 cache, for which the kernel has none")
 Impl.__init__ = init
 """
-OVER_FP8 = (
-    "check=lambda request, host: ['no window over an fp8 cache'] if 'sliding_window' in request.asked_features "
-    "and request.kv_cache_dtype.startswith('fp8') else [], kv_cache_dtypes={'auto', 'fp8_e4m3'}, "
+CHECK = (
+    "check=lambda request, host: {answer} if 'sliding_window' in request.asked_features "
+    "and request.kv_cache_dtype.startswith('fp8') else []"
 )
+REFUSES, FAILS = CHECK.format(answer="['no window over an fp8 cache']"), CHECK.format(answer="1 // 0")
+CACHES = "kv_cache_dtypes={'auto', 'fp8_e4m3'}, "
+OVER_FP8 = f"{REFUSES}, {CACHES}"
 PAIR = "every_method_over_a_cache_dtype or captured_sizes_over_a_cache_dtype"
 
 
@@ -254,8 +257,28 @@ def test_what_check_refuses_of_a_layer_is_unsupported(site):
 
 
 @pytest.mark.parametrize(
+    "variants",
+    [f"Variant('a', devices={{'cuda': 1}}), Variant('b', {REFUSES})", f"Variant('a', {REFUSES}), Variant('b')"],
+    ids=["beside one of another device", "before one that has them"],
+)
+def test_what_the_check_of_a_variant_refuses_of_a_layer_is_unsupported(site, variants):
+    facts = f"{CACHES}features={{'sliding_window'}}, {VARIANTS.format(variants)}"
+    plant(site, "pair", facts, NO_WINDOW_OVER_FP8.format(error="ValueError"))
+    code, report = conformance("pair", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", PAIR))
+    assert (code, report.failures) == (0, [])
+
+
+def test_a_check_that_fails_refuses_no_layer(site):
+    facts = f"{FAILS}, {CACHES}features={{'sliding_window'}}"
+    plant(site, "pair", facts, NO_WINDOW_OVER_FP8.format(error="ValueError"))
+    code, report = conformance("pair", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", PAIR))
+    assert code == 1
+    assert "the check of attn-pair 1.0 failed" in str(report.failures)
+
+
+@pytest.mark.parametrize(
     ("facts", "error"),
-    [("kv_cache_dtypes={'auto', 'fp8_e4m3'}, ", "ValueError"), (OVER_FP8, "RuntimeError")],
+    [(CACHES, "ValueError"), (OVER_FP8, "RuntimeError")],
     ids=["check refuses nothing", "another error"],
 )
 def test_what_check_does_not_refuse_of_a_layer_is_a_failure(site, facts, error):

@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionType
 from attncore.abstract.scales import checked_scale, features_of
-from attncore.registry.choice.choice import choose
-from attncore.registry.choice.negotiate_installed import negotiate_installed
-from attncore.testing.harness.errors import UnsupportedError
+from attncore.registry.choice.reasons_against import reasons_against
+from attncore.registry.reasons import FailedCheck
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl
-    from attncore.registry.host.host import Host
+    from attncore.registry.choice.choice import Choice
     from attncore.registry.request import AttentionRequest
 
 
-def asks_check_of_layers(
-    backend: AttentionBackend, request: AttentionRequest, host: Host | None = None
-) -> AttentionBackend:
-    """``backend``, made for ``request``: a layer that it refuses by a ValueError, and its spec's check too where it is
-    asked for the layer's features, is an UnsupportedError. What the spec does not declare stays a ValueError.
+def asks_check_of_layers(backend: AttentionBackend, choice: Choice, plugin: str) -> AttentionBackend:
+    """``backend``, made by ``choice``: a layer that it refuses by a ValueError, and the check of its variant too where
+    it is asked for the layer's features, is an UnsupportedError. What the variant does not declare stays a ValueError.
     """
     make = backend.impl
 
@@ -32,7 +30,7 @@ def asks_check_of_layers(
         try:
             return make(*given, **features)
         except ValueError as error:
-            if why := _refusal(backend, request, features, host):
+            if why := _refusal(choice, features, plugin):
                 raise UnsupportedError(why) from error
             raise
 
@@ -40,24 +38,28 @@ def asks_check_of_layers(
     return backend
 
 
-def _refusal(backend: AttentionBackend, request: AttentionRequest, layer: Mapping[str, Any], host: Host | None) -> str:
-    """Why check refuses ``request`` with what a layer has; empty where it does not, or another fact does."""
+def _refusal(choice: Choice, layer: Mapping[str, Any], plugin: str) -> str:
+    """Why the check refuses the request with what a layer has; empty where it does not, or another fact does.
+    ConformanceError where the check fails, which refuses nothing.
+    """
     try:
-        negotiation = negotiate_installed(_with_features(backend, request, layer), host=host)
+        request = _with_features(choice, layer)
     except (TypeError, ValueError):  # a layer that makes no sense
         return ""
-    if choose(negotiation) is not None:
+    reasons = reasons_against(choice.spec, request, choice.host, plugin, plugin)
+    if any(reason.code != "check" for reason in reasons):
         return ""
-    reasons = [reason for one in negotiation.rejected if one.name == request.backend for reason in one.reasons]
-    return "; ".join(map(str, reasons)) if all(reason.code == "check" for reason in reasons) else ""
+    if (failed := next((reason for reason in reasons if isinstance(reason, FailedCheck)), None)) is not None:
+        raise ConformanceError(failed.message)
+    return "; ".join(map(str, reasons))
 
 
-def _with_features(backend: AttentionBackend, request: AttentionRequest, layer: Mapping[str, Any]) -> AttentionRequest:
-    declared = () if backend.spec is None else backend.spec.features
+def _with_features(choice: Choice, layer: Mapping[str, Any]) -> AttentionRequest:
+    request = choice.request
     given = {name: value for name, value in layer.items() if value is not None}
     asked: dict[str, Any] = {name: given[name] for name in ("sliding_window", "logits_soft_cap") if name in given}
     if "alibi_slopes" in given:
-        asked["alibi"] = True if "alibi" in declared else "standard"
+        asked["alibi"] = True if "alibi" in choice.spec.features else "standard"
     if "sinks" in given:
         asked["sinks"] = True
     needed = {*request.features}

@@ -203,7 +203,7 @@ class Subject:
         """A backend for the base request with ``changes``, made anew in each call."""
         choice = self._choose(**self._base(**changes))
         backend = self._kept(choice.create(self.device, self.options), choice.config(self.device, self.options))
-        return asks_check_of_layers(backend, choice.request, self.host)
+        return asks_check_of_layers(backend, choice, self.record.label)
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
