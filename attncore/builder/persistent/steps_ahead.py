@@ -169,17 +169,25 @@ class StepsAhead(Uncopied):
         if index >= self._num_steps:  # what ends a loop over the steps
             raise IndexError(f"index: {index}, but these are {counted(self._num_steps, 'step')}")
         index += self._num_steps * (index < 0)
+        groups = self._metadata.read_alone(partial(self._groups_of, index))
+        self._check_arena()  # again: a build into an arena of another size may have come in between
+        return groups[self._metadata.group]
+
+    def _groups_of(self, index: int) -> dict[str, CommonAttentionMetadata]:
+        self._check_arena()
+        groups: dict[str, CommonAttentionMetadata] = {}
+        for name, of_group in self._metadata.groups.items():
+            groups[name] = _advanced(of_group, index, self._core.tables[name])
+            vars(groups[name])["groups"] = MappingProxyType(groups)
+            vars(groups[name])["states"] = MappingProxyType(_states(of_group, groups[name]))
+        return groups
+
+    def _check_arena(self) -> None:
         if not self._holds_arena():
             raise AttncoreError(
                 f"steps: step {self.step} was asked for after its arena was taken by a later one; ask before `depth` "
                 "more builds, or give the builder a larger depth"
             )
-        groups: dict[str, CommonAttentionMetadata] = {}
-        for name, of_group in self._metadata.groups.items():
-            groups[name] = of_group.read_alone(partial(_advanced, of_group, index, self._core.tables[name]))
-            vars(groups[name])["groups"] = MappingProxyType(groups)
-            vars(groups[name])["states"] = MappingProxyType(_states(of_group, groups[name]))
-        return groups[self._metadata.group]
 
 
 def _states(first: StepMetadata, ahead: CommonAttentionMetadata) -> dict[str, StateStep]:

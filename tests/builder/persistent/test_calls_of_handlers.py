@@ -5,6 +5,7 @@ from functools import partial
 from itertools import count
 
 import pytest
+from builder.device.ahead_engine import Calls
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import AttncoreError, ConcurrentUseError
@@ -107,3 +108,36 @@ def test_page_lists_are_of_the_step_or_refused(kernels, name):
             break
     assert number > 5
     assert 0 < refused < number
+
+
+def steps_ahead(kernels):
+    """A builder whose next step takes the arena of two steps ahead that were replayed."""
+    groups = [KVCacheGroup("one", 4), KVCacheGroup("other", 4)]
+    batch = InputBatch(max_num_reqs=3, max_model_len=64, groups=groups, kernels=kernels)
+    batch.add_request("a", {"one": range(1, 9), "other": range(11, 19)}, 3)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy", depth=1)
+    graph = Calls(builder.capture(1))
+    steps = builder.run_ahead(2, bucket=1)
+    steps.replay(graph)
+    steps.replay(graph)
+    return builder, steps
+
+
+def test_a_step_ahead_is_that_step_in_each_group_or_refused(kernels):
+    refused = 0
+    for number in count(step=397):
+        builder, steps = steps_ahead(kernels)
+        handler, found = Handler(builder.build, number), None
+        sys.settrace(handler.trace)
+        try:
+            found = steps[1]
+        except AttncoreError:
+            refused += 1
+        finally:
+            sys.settrace(None)
+        if found is not None:
+            seen = {name: (one.host.seq_lens[0], one.host.slot_mapping[0]) for name, one in found.groups.items()}
+            assert seen == {"one": (5, 8), "other": (5, 48)}, number
+        if not handler.ran:
+            break
+    assert refused > 5
