@@ -150,7 +150,10 @@ def _declared(given: Any, spec: SpecFacts) -> Any:
     if real is not given:  # a copy has the original's
         kept = {}
         vars(given)["_declared"] = given, kept
-    return kept.setdefault(id(spec), _Declared(given, spec))
+    found = kept.get(id(spec))  # which keeps the spec
+    if found is None:
+        found = kept[id(spec)] = _Declared(given, spec)
+    return found
 
 
 class _Fields:
