@@ -20,6 +20,7 @@ from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, save
 from attncore.testing.bench.saved_runs import load as load_and_left_out
 from attncore.testing.engines import saved_steps
 from attncore.testing.engines.timed_steps import REQUEST, Timed
+from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 REFERENCE = """
@@ -287,6 +288,13 @@ def test_groups_are_no_larger_than_the_spec_allows(site, most, kv_heads):
     site.plugin("grouped", heavy=REFERENCE.format(forward="pass"), extra=f"max_group_size={most}")
     timed = Timed(Subject("grouped", checks_needs=False), "prefill of 256", REQUEST, None)
     assert (timed.config.num_heads, timed.config.num_kv_heads) == (8, kv_heads)
+
+
+@pytest.mark.parametrize(("kv_heads", "said"), [(1, "8 not supported"), (3, "num_heads"), (0, "num_kv_heads")])
+def test_other_heads_than_the_suites_are_timed_as_asked_or_refused(site, kv_heads, said):
+    site.plugin("grouped", heavy=REFERENCE.format(forward="pass"), extra="max_group_size=4")
+    with pytest.raises((ValueError, UnsupportedError), match=said):
+        Timed(Subject("grouped", checks_needs=False), "prefill of 256", {**REQUEST, "num_kv_heads": kv_heads}, None)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ SHAPES: Mapping[str, list[tuple[int, int]]] = {
 }
 """Name -> requests of (context, tokens of the step)."""
 SAVED = "saved steps"
-REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
+REQUEST: Mapping[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
 READ = ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr", "paged_kv_indices")
 """What layers read of a step of the list builder; each field goes to the device when it is first read."""
 
@@ -162,12 +162,16 @@ class Timed:
 
 
 def _declared_heads(subject: Subject, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request, with heads of another size, and with more key/value heads, where those are not declared."""
-    form, heads, size = subject.form, request["num_heads"], request["head_size"]
-    most = form.max_group_size or heads
-    kv_heads = (count for count in range(request["num_kv_heads"], heads) if not heads % count and heads <= most * count)
-    size = size if size in form.head_sizes else subject.request().head_size
-    return {**request, "head_size": size, "num_kv_heads": next(kv_heads, heads)}
+    """The request, with heads of another size where its own is not declared, and with more key/value heads where it has
+    those of REQUEST, in groups larger than declared.
+    """
+    form, size = subject.form, request["head_size"]
+    found = {**request, "head_size": size if size in form.head_sizes else subject.request().head_size}
+    heads, kv_heads, most = REQUEST["num_heads"], REQUEST["num_kv_heads"], form.max_group_size
+    if most and (request["num_heads"], request["num_kv_heads"]) == (heads, kv_heads):
+        counts = (count for count in range(kv_heads, heads + 1) if not heads % count)
+        found["num_kv_heads"] = next(count for count in counts if heads <= most * count)
+    return found
 
 
 def _require_length(form: BackendSpec, tokens: int) -> None:
