@@ -106,14 +106,14 @@ def of_name(name, patch):
     return others.get(name, lambda: backends.flash(name, patch))()
 
 
-@pytest.mark.parametrize(("kernel", "count"), [("sdpa", 1), ("triton", 1)])
+@pytest.mark.parametrize("kernel", ["sdpa", "triton"])
 @examples(1)
 @given(seed=seeds)
-def test_rocm_in_a_process_of_its_own(tmp_path, kernel, count, seed):
+def test_rocm_in_a_process_of_its_own(tmp_path, kernel, seed):
     """Triton's interpreter has to be asked for before Triton is imported."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     variables |= {"ATTNCORE_ROCM_DEV_DEVICE": "cpu", "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     variables |= {"PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-P", "-m", "fuzz.layers", kernel, str(seed), str(count)]
+    command = [sys.executable, "-P", "-m", "fuzz.layers", kernel, str(seed), "1"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -11,7 +11,7 @@ import torch
 from builder.adopted.adopted_engine import as_on_a_device
 from fuzz.layers.captured_layers import CapturedLayers
 from fuzz.layers.compared import Comparer, Step
-from fuzz.layers.list_program import ListProgram
+from fuzz.layers.list_program import AS_IT_IS, ListProgram
 from fuzz.layers.parts import Part
 from fuzz.layers.program import Result
 from fuzz.layers.requests import Request
@@ -150,13 +150,7 @@ class AdoptedProgram(ListProgram):
         queries = self._queries(step)
         whole = Part(groups, [*range(tokens)], how=("adopted", *(("bounded",) if bounded else ())))
         if graphs == {True}:
-            new = {
-                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
-                for layer in self.settings.layers
-            }
-            graph = SimpleNamespace(replay=lambda graph: graph.replay())
-            returned = self.captured[size].run(graph, queries, new)
-            found: list[Result] = [(number, whole, *one) for number, one in enumerate(returned)]
+            found = self._replayed(size, AS_IT_IS, whole, step, queries)
         else:
             if size is not None:
                 for metadata in groups.values():
@@ -168,7 +162,7 @@ class AdoptedProgram(ListProgram):
         found: list[Result] = []
         parts, planned = [whole], True
         if self.draw.random() < 0.3 and "bounded" not in whole.how:
-            parts, planned = self._halves(whole), False
+            parts, planned = self._parts(whole, "decode", "prefill"), False
         for part in parts:
             if not planned:
                 for group, metadata in part.metadata.items():
@@ -177,16 +171,6 @@ class AdoptedProgram(ListProgram):
             for number, layer in enumerate(self.settings.layers):
                 if not layer.whole or (self._is_whole(part, step) and "bounded" not in whole.how):
                     found.append((number, part, *self._run(number, part, queries[number], step)))
-        return found
-
-    def _halves(self, part: Part) -> list[Part]:
-        found, at = [], 0
-        for kind in ("decode", "prefill"):
-            count = getattr(part.any, f"num_{kind}_tokens")
-            if count:
-                views = {group: getattr(one, f"{kind}_metadata") for group, one in part.metadata.items()}
-                found.append(Part(views, part.tokens[at : at + count], how=(*part.how, kind)))
-            at += count
         return found
 
     def _fill(self, group: str, counts: dict[str, int], given: Tensors) -> None:

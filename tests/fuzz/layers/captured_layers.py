@@ -15,10 +15,10 @@ from attncore.graphs import capturing, launch, new_graph
 class CapturedLayers:
     def __init__(
         self, metadata: Any, layers: list[tuple[Layer, Any]], caches: dict[tuple[str, int], Any], settings: Settings,
-        numbers: Numbers, each: int | None, with_lse: bool, following: CapturedLayers | None = None,
+        numbers: Numbers, each: int | None, with_lse: bool, before: CapturedLayers | None = None,
     ) -> None:  # fmt: skip
         """``metadata`` is what ``capture`` gave; ``each``: the tokens of a row, None where rows are of any length.
-        ``following``: the step before, in whose graph these layers run a second time, behind it."""
+        ``before``: the step ahead of this one in the same graph, which runs these layers, too."""
         self.numbers, self.each, tokens = numbers, each, metadata.num_tokens
 
         def zeros(heads: int, size: int) -> Tensor:
@@ -32,7 +32,7 @@ class CapturedLayers:
             self.new[key] = [zeros(one.kv_heads, size) for size in (one.head_size, one.value_size)]
         self.outputs = [zeros(one.heads, one.value_size) for one in mine]
         self.graph = new_graph(numbers.device)
-        self.before = following
+        self.before = before
 
         def run(number: int) -> Tensor:
             layer, impl = layers[number]
@@ -52,8 +52,8 @@ class CapturedLayers:
             launch(run, number)  # a warm-up, over an empty step
         with capturing(self.graph):
             metadata.record()
-            if following is not None:
-                following.sums_before = [launch(following._run, number) for number in range(len(layers))]
+            if before is not None:
+                before.sums_before = [launch(before._run, number) for number in range(len(layers))]
                 metadata.record_next()
             self.sums = [launch(run, number) for number in range(len(layers))]
 

@@ -19,6 +19,9 @@ from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 WRITE_EARLY_TOKENS = frozenset(("flash", "flashinfer"))
 """Backends that refuse tokens without a slot, or read what lies there: their layers alone have the windows."""
 
+AS_IT_IS = SimpleNamespace(replay=lambda graph: graph.replay())
+"""Stands for a step whose graph is replayed without a call of its builder."""
+
 
 class ListProgram(Program):
     """Requests are lists of blocks, which the engine keeps; each group has a builder, and a state for its graphs."""
@@ -134,14 +137,8 @@ class ListProgram(Program):
                     state.prepare(metadata[name])
             for name, state in self.states.items():
                 state.begin_forward(metadata[name])
-            graph = SimpleNamespace(replay=lambda graph: graph.replay())
-            new = {
-                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
-                for layer in self.settings.layers
-            }
             whole = Part(self._with_cross(metadata), tokens, how=("listed",))
-            returned = self.captured[len(counts) + pad].run(graph, queries, new)
-            found: list[Result] = [(number, whole, *one) for number, one in enumerate(returned)]
+            found = self._replayed(len(counts) + pad, AS_IT_IS, whole, step, queries)
         else:
             sparse = any(self.held[name].sparse for name in counts)
             how = ("listed", *(("masked",) if sparse else ()))
@@ -154,7 +151,7 @@ class ListProgram(Program):
     def _eager_list(self, whole: Part, step: Step, queries: list[Tensor]) -> list[Result]:
         parts = [whole]
         if not self.cross and self.draw.random() < 0.3:
-            parts = self._parts(whole)
+            parts = self._parts(whole, "prefill", "decode")
         found: list[Result] = []
         for part in parts:
             for group, metadata in part.metadata.items():
@@ -166,9 +163,10 @@ class ListProgram(Program):
                 found.append((number, part, *self._run(number, part, queries[number], step)))
         return found
 
-    def _parts(self, part: Part) -> list[Part]:
+    def _parts(self, part: Part, *kinds: str) -> list[Part]:
+        """The views of a step's ``kinds``, in the order of its tokens."""
         found, at = [], 0
-        for kind in ("prefill", "decode"):
+        for kind in kinds:
             count = getattr(part.any, f"num_{kind}_tokens")
             if count:
                 views = {group: getattr(one, f"{kind}_metadata") for group, one in part.metadata.items()}

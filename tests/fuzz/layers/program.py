@@ -226,7 +226,8 @@ class Program:
             whole = Part(groups, [*range(len(step.tokens))])
             found = self._eager(whole, step, queries, bounded=overlapped)
         else:
-            found = self._replayed(bucket, metadata, groups, step, queries)
+            whole = Part(groups, [*range(len(step.tokens))])
+            found = self._replayed(bucket, metadata, whole, step, queries)
         self._finish(step, metadata, queries, found, replayed=bucket is not None)
         self._tell_verdicts()
         if self.rejected is not None:
@@ -253,16 +254,16 @@ class Program:
             found.append(self.numbers.rows(len(step.tokens), mine.heads, mine.head_size, mine))
         return found
 
-    def _replayed(
-        self, bucket: Any, built: Any, groups: dict[str, Any], step: Step, queries: list[Tensor]
-    ) -> list[Result]:
-        new = {
+    def _replayed(self, bucket: Any, built: Any, whole: Part, step: Step, queries: list[Tensor]) -> list[Result]:
+        returned = self.captured[bucket].run(built, queries, self._written_by(step))
+        return [(number, whole, *one) for number, one in enumerate(returned)]
+
+    def _written_by(self, step: Step) -> dict[tuple[str, int], list[Tensor]]:
+        """Keys and values that layers are given, by group and cache."""
+        return {
             (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
             for layer in self.settings.layers
         }
-        whole = Part(groups, [*range(len(step.tokens))])
-        returned = self.captured[bucket].run(built, queries, new)
-        return [(number, whole, *one) for number, one in enumerate(returned)]
 
     def _run_ahead(self, bucket: int) -> bool:
         """Steps of one token each that the device makes of one another; False where they were refused."""
@@ -294,7 +295,8 @@ class Program:
                 continue
             step = self._new_step(dict.fromkeys(steps.first.req_ids, 1), {})
             queries = self._queries(step)
-            found = self._replayed(bucket, steps, {}, step, queries)
+            whole = Part({}, [*range(len(step.tokens))])
+            found = self._replayed(bucket, steps, whole, step, queries)
             self._finish(step, steps[index - 1] if self.settings.states else None, queries, found, replayed=True)
         if steps.left:
             assert steps.stop() == index
@@ -312,14 +314,7 @@ class Program:
                     self.requests.held[name].computed += 1
         for name in counts:
             self.requests.held[name].computed -= 1
-        new = [
-            {
-                (layer.group, layer.cache): self._scaled(layer, step.new[layer.group, layer.cache])
-                for layer in self.settings.layers
-            }
-            for step in made
-        ]
-        found = self.twice[bucket].run_both(steps, queries, new)
+        found = self.twice[bucket].run_both(steps, queries, [self._written_by(step) for step in made])
         for step, asked, returned in zip(made, queries, found, strict=True):
             whole = Part({}, [*range(len(step.tokens))])
             results = [(number, whole, *one) for number, one in enumerate(returned)]
