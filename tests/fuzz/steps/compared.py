@@ -16,11 +16,6 @@ from torch import Tensor
 from attncore.builder.fields import ACTUAL_COUNTS, ARRAYS, COUNTS, ENCODER_ARRAYS
 from attncore.errors import AttncoreError
 
-OF_GROUP = frozenset(
-    {"seq_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_num_pages", "paged_kv_last_page_len", "paged_kv_indices",
-     "block_table"}
-)  # fmt: skip
-"""What a cross group has of its own, the encoder's; it has no slots of tokens."""
 MAXIMA = frozenset({"max_seq_len", "max_decode_seq_len", "max_prefill_seq_len"})
 OF_ENCODERS = frozenset({"num_encoder_tokens", "max_encoder_seq_len", "max_seq_len"})
 LIVE = frozenset({"block_table", "cross_block_table", "paged_kv_indices"})
