@@ -137,8 +137,9 @@ def test_a_function_that_traces_is_taken_away(site):
     assert found is before
 
 
-def test_a_profile_goes_on_behind_plugins_that_load(site):
-    site.plugin("good", SPEC.format(name="good", module="attn_good", extra=""))
+@pytest.mark.parametrize("does", ["", "import sys; sys.setprofile(None)", "import sys; sys.setprofile(lambda *_: 0)"])
+def test_a_profile_goes_on_behind_plugins_that_load(site, does):
+    site.plugin("good", f"{does}\n" + SPEC.format(name="good", module="attn_good", extra=""))
     before, profile = sys.getprofile(), cProfile.Profile()
     sys.setprofile(None)
     try:

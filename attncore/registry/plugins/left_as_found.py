@@ -126,8 +126,12 @@ class Process:
     def _untrace(self) -> None:
         if sys.gettrace() is not self._traced:
             sys.settrace(self._traced)
-        if sys.getprofile() is not self._profiled:  # cProfile's is no function that could be set again
-            sys.setprofile(self._profiled)
+        if sys.getprofile() is not self._profiled:
+            profiled: Any = self._profiled
+            if profiled is None or callable(profiled):
+                sys.setprofile(profiled)
+            else:  # cProfile's is no function
+                profiled.enable()
 
     def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
         """An error of a plugin's object that goes away, such as a generator that does not end when it is closed.
