@@ -205,9 +205,9 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     def once_a_step(self, key: str, make: Callable[[], Any]) -> Any:
         """The result of ``make``, called once for this step and kept under ``key`` until the next one."""
         step, value = self.__dict__.get(key, _NONE_YET)
-        if step != self._arena.step:
+        if step != (current := self._arena.step):
             value = make()
-            self.__dict__[key] = self._arena.step, value
+            self.__dict__[key] = current, value  # not the step's of a build that came in between
         return value
 
     @property

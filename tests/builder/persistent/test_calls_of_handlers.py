@@ -110,6 +110,20 @@ def test_page_lists_are_of_the_step_or_refused(kernels, name):
     assert 0 < refused < number
 
 
+def test_what_is_kept_of_a_step_is_not_the_next_ones(kernels):
+    batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=4, kernels=kernels)
+    batch.add_request("a", [1, 2, 3])
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, depth=1)
+    metadata = builder.build()
+
+    def make():
+        assert builder.build() is metadata
+        return "first"
+
+    assert metadata.once_a_step("_of_a_test", make) == "first"
+    assert metadata.once_a_step("_of_a_test", lambda: "second") == "second"
+
+
 def steps_ahead(kernels):
     """A builder whose next step takes the arena of two steps ahead that were replayed."""
     groups = [KVCacheGroup("one", 4), KVCacheGroup("other", 4)]
