@@ -8,6 +8,7 @@ contexts in chunks, cascades and ranks. Some seeds have programs of the list bui
 adopted ones; and there are models whose groups run on several backends.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 def run(seed, tested):
     new_program(seed, tested).run(STEPS)
+    gc.collect()  # caches and workspaces of many megabytes, in cycles of few objects
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["selected", "by hand"])

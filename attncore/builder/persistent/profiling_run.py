@@ -62,7 +62,7 @@ def profile_metadata(query_lens: Sequence[int], backends: Sequence[Any]) -> Comm
         from_groups=True,
     )
     for backend in backends:
-        if backend.has_plan:  # which is of one group then
+        if backend.has_plan:  # no two groups share a backend that plans
             backend.plan(metadata)
     return metadata
 

@@ -11,8 +11,8 @@ def append_blocks(BatchState batch, TableState table, order, dict given):
 
     False stands for whatever is not plain: names that are no str or int, in ``given`` or in the batch, whose comparison
     would run code of others; unknown names; ids that are no small ints or cannot stand there; preempted requests; a
-    caller inside. The longer way then does all of it, or says what is wrong. No code of others runs in here, a signal's
-    handler or another thread neither: what they did to the batch could make the rows of the names wrong.
+    caller inside. The longer way then does all of it, or says what is wrong. No code of others runs in here, nor a
+    signal's handler or another thread, which could make the rows of the names wrong.
 
     A step in which requests cross into new blocks calls this once, and between two runs of a model each Python function
     on its way is cold.

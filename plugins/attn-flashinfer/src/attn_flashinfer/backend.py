@@ -173,9 +173,10 @@ class FlashInferBackend(AttentionBackend):
     def plan_own_keys(self, plans: KeyPlans, step: ProfiledStep, longest: int) -> StepPlan:
         """Plans a layer over the step's own keys, in the middle of a step: after what a builder waits for."""
         self._wait_for_copies()
-        found = plans.profiled(step, longest)
-        self._note_copies()
-        return found
+        try:
+            return plans.profiled(step, longest)
+        finally:  # a plan that fails may have begun to copy
+            self._note_copies()
 
     def plan_again(self, metadata: AttentionMetadata) -> None:
         """Plans a padded step of the list builder, where another step of its captured size was planned since."""
