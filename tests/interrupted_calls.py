@@ -30,13 +30,18 @@ class Interrupt(BaseException):
     """What the handler of a signal raises; no library knows it."""
 
 
+def interrupt():
+    raise Interrupt
+
+
 class AtTracedOpcode:
-    """Raises Interrupt before opcode number ``count`` of attncore; ``fired`` says whether there were so many.
+    """Makes a ``call`` before opcode number ``count`` of attncore, which raises Interrupt where it is not another;
+    ``fired`` says whether there were so many.
 
     From Python 3.12 on the opcodes of a call may not be traced where they never were before."""
 
-    def __init__(self, count):
-        self.left, self.fired = count, False
+    def __init__(self, count, call=interrupt):
+        self.left, self.fired, self.call = count, False, call
 
     def __enter__(self):
         sys.settrace(self._trace)
@@ -55,7 +60,7 @@ class AtTracedOpcode:
             if self.left < 0:
                 self.fired = True
                 sys.settrace(None)
-                raise Interrupt
+                self.call()
         return self._trace
 
 
@@ -64,8 +69,8 @@ class AtMonitoredOpcode:
 
     TOOL = 3  # of those that are nobody's
 
-    def __init__(self, count):
-        self.left, self.fired = count, False
+    def __init__(self, count, call=interrupt):
+        self.left, self.fired, self.call = count, False, call
 
     def __enter__(self):
         if sys.monitoring.get_tool(self.TOOL) is None:
@@ -86,7 +91,7 @@ class AtMonitoredOpcode:
         if self.left < 0:
             self.fired = True
             sys.monitoring.set_events(self.TOOL, 0)
-            raise Interrupt
+            self.call()
         return None
 
 

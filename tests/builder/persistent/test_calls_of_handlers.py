@@ -1,11 +1,11 @@
 """What a signal's handler does to a batch happens before the call that it comes into, or is refused."""
 
-import sys
 from functools import partial
 from itertools import count
 
 import pytest
 from builder.device.ahead_engine import Calls
+from interrupted_calls import AtOpcode
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import AttncoreError, ConcurrentUseError
@@ -41,25 +41,6 @@ def state_of(batch):
     return {name: (batch.block_ids(name), batch.num_computed_tokens(name)) for name in batch.req_ids}
 
 
-class Handler:
-    """Makes a call before opcode ``number`` of attncore."""
-
-    def __init__(self, call, number):
-        self.call, self.left, self.ran = call, number, False
-
-    def trace(self, frame, event, arg):
-        if "attncore" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                self.ran = True
-                self.call()
-        return self.trace
-
-
 def fails(builder):
     """A build that moves rows and puts them back."""
     with pytest.raises((RuntimeError, ConcurrentUseError)):
@@ -74,14 +55,10 @@ def test_rows_that_moved_and_moved_back_are_nobody_elses(kernels, name, groups):
     wanted = state_of(batch)
     for number in count():
         batch, builder = batch_of(kernels, groups)
-        handler = Handler(partial(fails, builder), number)
-        sys.settrace(handler.trace)
-        try:
+        with AtOpcode(number, partial(fails, builder)) as handler:
             CALLS[name](batch)
-        finally:
-            sys.settrace(None)
         assert state_of(batch) == wanted, number
-        if not handler.ran:
+        if not handler.fired:
             break
     assert number > 5
 
@@ -95,16 +72,14 @@ def test_page_lists_are_of_the_step_or_refused(kernels, name):
             batch.add_request(request, [10 * row + 1, 10 * row + 2], 5)
         host = MetadataBuilder(batch, max_num_batched_tokens=64).build().host
         call = {"swap_rows": lambda batch=batch: batch.swap_rows(0, 2)}.get(name, partial(getattr(batch, name), "b"))
-        handler, found = Handler(call, number), None
-        sys.settrace(handler.trace)
-        try:
-            found = host.paged_kv_indices.tolist()
-        except AttncoreError:  # a ConcurrentUseError, too
-            refused += 1
-        finally:
-            sys.settrace(None)
+        found = None
+        with AtOpcode(number, call) as handler:
+            try:
+                found = host.paged_kv_indices.tolist()
+            except AttncoreError:  # a ConcurrentUseError, too
+                refused += 1
         assert found in (None, [1, 2, 11, 12, 21, 22]), number
-        if not handler.ran:
+        if not handler.fired:
             break
     assert number > 5
     assert 0 < refused < number
@@ -141,17 +116,15 @@ def test_a_step_ahead_is_that_step_in_each_group_or_refused(kernels):
     refused = 0
     for number in count(step=397):
         builder, steps = steps_ahead(kernels)
-        handler, found = Handler(builder.build, number), None
-        sys.settrace(handler.trace)
-        try:
-            found = steps[1]
-        except AttncoreError:
-            refused += 1
-        finally:
-            sys.settrace(None)
+        found = None
+        with AtOpcode(number, builder.build) as handler:
+            try:
+                found = steps[1]
+            except AttncoreError:
+                refused += 1
         if found is not None:
             seen = {name: (one.host.seq_lens[0], one.host.slot_mapping[0]) for name, one in found.groups.items()}
             assert seen == {"one": (5, 8), "other": (5, 48)}, number
-        if not handler.ran:
+        if not handler.fired:
             break
     assert refused > 5
