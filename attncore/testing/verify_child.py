@@ -102,6 +102,8 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
             worst = max(worst, float("inf") if error.max_error is None else error.max_error)
         if message:
             break
+    if not steps:
+        raise ValueError(f"max_model_len: {declared} of its spec leaves no step to run")
     worst = max(worst, tested.max_error)
     return {
         "state": "differs" if message else "agrees",

@@ -53,3 +53,8 @@ def test_a_wrong_one_differs(site, facts, asked):
 def test_a_window_is_reached_where_a_request_may_be_longer(site, longest, says):
     found = verdict(site, f"max_model_len={longest}", {"sliding_window": 64})
     assert (found["state"], found["against"]) == ("agrees", f"reference and dense float32 attention{says}")
+
+
+def test_a_backend_of_no_step_does_not_agree(site):
+    with pytest.raises(ValueError, match=r"^max_model_len: 1 of its spec leaves no step to run$"):
+        verdict(site, "phases={'decode'}, max_model_len=1", {"phase": "decode"})
