@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from builder.adopted.adopted_engine import as_on_a_device
 from fuzz.layers.captured_layers import CapturedLayers
-from fuzz.layers.compared import Comparer, Step
-from fuzz.layers.list_program import AS_IT_IS, ListProgram
+from fuzz.layers.compared import Step
+from fuzz.layers.kept_by_hand import AS_IT_IS, KeptByHand
+from fuzz.layers.model import Result
 from fuzz.layers.parts import Part
-from fuzz.layers.program import Result
-from fuzz.layers.requests import Request
-from fuzz.layers.settings import MAX_REQS, Tested, draw_first, draw_groups, draw_layers
+from fuzz.layers.settings import MAX_REQS, Settings, Tested
 from torch import Tensor
 
 from attncore import AdoptedSteps
@@ -28,30 +27,21 @@ def _record(groups: dict[str, Any]) -> None:
         metadata.record()
 
 
-class AdoptedProgram(ListProgram):
+class AdoptedProgram(KeptByHand):
+    """Each group has adopted steps, and an engine's tensors for them."""
+
     def __init__(self, draw: random.Random, tested: Tested) -> None:
-        self.draw, self.tested = draw, tested
-        self.settings = settings = draw_first(draw, tested)
-        draw_groups(draw, settings, tested)
-        settings.trees = settings.spans = settings.states = False
-        settings.groups = settings.decoders
-        draw_layers(draw, settings, tested)
-        self._make_layers()
-        self.held: dict[str, Request] = {}
-        self.names = iter(range(10**6))
-        self.requests: Any = SimpleNamespace(held=self.held)
-        self.free: dict[str, list[int]] = {}
-        self.cross, self.windows, self.chunked, self.threshold = False, {}, True, settings.threshold
+        super().__init__(draw, tested)
+        settings = self.settings
         longest = settings.sizes.model_len
-        self.builders, self.buffers = {}, {}
+        self.buffers: dict[str, Tensors] = {}
         on_device = not tested.lags and draw.random() < 0.5
         for group in settings.groups:
             backend, mine = self.backends[group.name], settings.of(group.name)
-            blocks = mine.num_blocks * self._kernel_blocks(group.name)
-            self.free[group.name] = draw.sample(range(1, blocks), blocks - 1)
             steps = self.builders[group.name] = AdoptedSteps(
                 backend, max_num_reqs=MAX_REQS, max_num_tokens=2 * longest, max_model_len=longest + 4,
-                num_blocks=blocks, decode_threshold=settings.threshold, depth=draw.choice([1, 2, 3]),
+                num_blocks=self._num_blocks(group.name), decode_threshold=settings.threshold,
+                depth=draw.choice([1, 2, 3]),
             )  # fmt: skip
             if on_device and backend.spec is not None and "slot_mapping" not in backend.spec.host_needs:
                 as_on_a_device(steps)
@@ -67,11 +57,13 @@ class AdoptedProgram(ListProgram):
         self.bounds = all(
             backend.spec is not None and backend.spec.host_lengths != "exact" for backend in self.backends.values()
         )
-        self.comparer = Comparer(draw, settings, self.held, self._scaled)
-        self.captured: dict[Any, CapturedLayers] = {}
         by_hand = any(backend.spec is None for backend in self.backends.values())  # it reads the host of the capture
         if tested.cuda_graph != "never" and not by_hand and not any(layer.whole for layer in settings.layers):
             self._capture_sizes()
+
+    def _limit(self, settings: Settings) -> None:
+        super()._limit(settings)
+        settings.groups = settings.decoders
 
     def _capture_sizes(self) -> None:
         draw = self.draw
@@ -125,13 +117,10 @@ class AdoptedProgram(ListProgram):
         longest = 2 * self.settings.sizes.model_len
         rows, slots = size or (len(counts) + draw.choice([0, 0, 1]), min(longest, tokens + draw.choice([0, 0, 2])))
         rows = min(rows, MAX_REQS)
-        if size is None and rows in {one for one, _ in self.captured}:
-            size = next(one for one in self.captured if one[0] == rows)
-            if slots <= size[1]:  # that of a graph, which the engine pads
-                slots = size[1]
-            else:
-                size = None
-        fresh = size is None and rows not in {one for one, _ in self.captured} and draw.random() < 0.5
+        padded = {size[0]: size for size in self.captured}
+        if size is None and slots <= padded.get(rows, (0, 0))[1]:  # that of a graph, which the engine pads
+            size, slots = padded[rows], padded[rows][1]
+        fresh = rows not in padded and draw.random() < 0.5
         step, groups = self._new_step(counts, {}), {}
         for name, steps in self.builders.items():
             given = self._views(name, rows, slots)

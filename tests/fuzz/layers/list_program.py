@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from fuzz.layers.captured_layers import CapturedLayers
-from fuzz.layers.compared import Comparer, Step
+from fuzz.layers.compared import Step
+from fuzz.layers.kept_by_hand import AS_IT_IS, KeptByHand
+from fuzz.layers.model import Result
 from fuzz.layers.parts import Part
-from fuzz.layers.program import Program, Result
-from fuzz.layers.requests import Request
-from fuzz.layers.settings import MAX_ENCODER, MAX_REQS, Tested, draw_first, draw_groups, draw_layers
+from fuzz.layers.settings import MAX_REQS, Tested
 from torch import Tensor
 
 from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
@@ -19,33 +19,16 @@ from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 WRITE_EARLY_TOKENS = frozenset(("flash", "flashinfer"))
 """Backends that refuse tokens without a slot, or read what lies there: their layers alone have the windows."""
 
-AS_IT_IS = SimpleNamespace(replay=lambda graph: graph.replay())
-"""Stands for a step whose graph is replayed without a call of its builder."""
 
-
-class ListProgram(Program):
-    """Requests are lists of blocks, which the engine keeps; each group has a builder, and a state for its graphs."""
+class ListProgram(KeptByHand):
+    """Each group has a state for its graphs, beside its builder."""
 
     def __init__(self, draw: random.Random, tested: Tested) -> None:
-        self.draw, self.tested = draw, tested
-        self.settings = settings = draw_first(draw, tested)
-        draw_groups(draw, settings, tested)
-        settings.trees = settings.spans = settings.states = False
-        draw_layers(draw, settings, tested)
-        self._make_layers()
-        self.held: dict[str, Request] = {}
-        self.names = iter(range(10**6))
-        self.requests: Any = SimpleNamespace(held=self.held)
-        self.free: dict[str, list[int]] = {}
-        for group in settings.groups:
-            ids = range(1, settings.of(group.name).num_blocks * self._kernel_blocks(group.name))
-            self.free[group.name] = draw.sample(ids, len(ids))
-        self.comparer = Comparer(draw, settings, self.held, self._scaled)
-        self.cross = settings.groups[-1].cross
+        super().__init__(draw, tested)
+        settings = self.settings
         self.chunked = draw.random() < 0.5
         names = {backend.name for backend in self.backends.values()}
         masked = not names & WRITE_EARLY_TOKENS and draw.random() < 0.5
-        self.builders, self.windows = {}, {}
         for group in settings.decoders:
             backend = self.backends[group.name]
             if masked and group.sliding_window is not None:
@@ -58,7 +41,6 @@ class ListProgram(Program):
             )  # fmt: skip
         several = all(backend.list_layout == "flash" for backend in self.backends.values()) and not self.windows
         self.threshold = settings.threshold if several else 1
-        self.captured: dict[int, CapturedLayers] = {}
         self.states: dict[str, Any] = {}
         if tested.cuda_graph != "never" and not any(layer.whole for layer in settings.layers):
             self._capture_sizes()
@@ -163,50 +145,6 @@ class ListProgram(Program):
                 found.append((number, part, *self._run(number, part, queries[number], step)))
         return found
 
-    def _parts(self, part: Part, *kinds: str) -> list[Part]:
-        """The views of a step's ``kinds``, in the order of its tokens."""
-        found, at = [], 0
-        for kind in kinds:
-            count = getattr(part.any, f"num_{kind}_tokens")
-            if count:
-                views = {group: getattr(one, f"{kind}_metadata") for group, one in part.metadata.items()}
-                found.append(Part(views, part.tokens[at : at + count], how=(*part.how, kind)))
-            at += count
-        return found
-
-    def _end(self, step: Step, found: list[Result], queries: list[Tensor]) -> None:
-        self._remember(step)
-        for number, part, output, sums in found:
-            self.comparer.compare(number, part, queries[number], step, output, sums)
-        for name, count in step.counts.items():
-            self.held[name].computed += count
-        for name in step.encoded:
-            self.held[name].encoded = True
-        self.comparer.check()
-
-    def _scheduled_counts(self) -> tuple[dict[str, int], list[str]]:
-        draw, longest = self.draw, self.settings.sizes.model_len
-        alone = draw.random() < 0.5  # decodes alone, if there are any
-        prompts, decodes = {}, {}
-        for name, request in self.held.items():
-            room = longest - request.computed
-            if not room or draw.random() < 0.2:
-                continue
-            is_decode = request.computed and (request.encoded or not request.encoder) and draw.random() < 0.8
-            if is_decode:
-                decodes[name] = min(room, draw.randint(1, self.threshold))
-            elif not request.computed or not self.windows or self.chunked:
-                prompts[name] = draw.randint(1, min(room, draw.choice([1, 5, room])))
-        if alone and decodes:
-            prompts = {}
-        for name, count in prompts.items():
-            if any(count > window for window in self.windows.values()):
-                self.held[name].sparse = True
-        counts = prompts | decodes
-        for name, count in counts.items():
-            self._make_room(name, self.held[name].computed + count)
-        return counts, [*prompts]
-
     def _groups(self, counts: dict[str, int], prompts: list[str]) -> dict[str, list[SequenceGroup]]:
         found: dict[str, list[SequenceGroup]] = {}
         joined = [self.draw.random() < 0.3 for _ in counts]
@@ -226,26 +164,3 @@ class ListProgram(Program):
                 else:
                     found[group].append(SequenceGroup(name in prompts, [sequence], hit, **encoder))
         return found
-
-    def _make_room(self, name: str, tokens: int) -> None:
-        """The lists that groups were built from grow."""
-        request = self.held[name]
-        for group in self.builders:
-            while len(request.blocks[group]) * self.settings.of(group).block_size < tokens:
-                request.blocks[group].append(self.free[group].pop())
-
-    def _change_requests(self) -> None:
-        draw = self.draw
-        for name, request in list(self.held.items()):
-            if request.computed > self.settings.sizes.model_len - 6 or draw.random() < 0.1:
-                for group, ids in self.held.pop(name).blocks.items():
-                    self.free[group][:0] = ids
-            elif draw.random() < 0.1 and not request.sparse and request.computed > 3:
-                request.keep(request.computed - draw.randint(1, 3))
-        while len(self.held) < MAX_REQS and draw.random() < 0.6:
-            blocks: dict[str, list[int]] = {name: [] for name in self.builders}
-            encoder = draw.choice([0, 1, 5, MAX_ENCODER]) if self.cross else 0
-            if self.cross:
-                size = self.settings.of("cross").block_size
-                blocks["cross"] = [self.free["cross"].pop() for _ in range(-(-encoder // size))]
-            self.held[f"r{next(self.names)}"] = Request(blocks, encoder)

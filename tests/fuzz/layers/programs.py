@@ -6,12 +6,13 @@ import random
 
 from fuzz.layers.adopted_program import AdoptedProgram
 from fuzz.layers.list_program import ListProgram
+from fuzz.layers.model import Model
 from fuzz.layers.program import Program
 from fuzz.layers.settings import Tested
 
-PROGRAMS = Program, Program, ListProgram, AdoptedProgram
+PROGRAMS: tuple[type[Model], ...] = Program, Program, ListProgram, AdoptedProgram
 
 
-def new_program(seed: int, tested: Tested, draw: random.Random | None = None) -> Program:
+def new_program(seed: int, tested: Tested, draw: random.Random | None = None) -> Model:
     """The program that ``seed`` draws, or ``draw`` goes on to draw."""
     return PROGRAMS[seed % len(PROGRAMS)](random.Random(seed) if draw is None else draw, tested)
