@@ -37,7 +37,7 @@ __all__ = [
     "test_long_contexts_with_a_feature",
     "test_long_contexts_with_large_heads",
 ]
-LARGE_HEAD = 128
+LARGE_HEADS = (128, 256)
 
 
 @covers("long contexts")
@@ -50,12 +50,16 @@ def test_long_contexts_with_a_feature(attncore_subject: Subject, feature: str) -
 
 
 @covers("long contexts")
-def test_long_contexts_with_large_heads(attncore_subject: Subject) -> None:
-    """Heads of 128, whose keys a kernel splits elsewhere than small ones."""
+@pytest.mark.parametrize("head_size", LARGE_HEADS)
+def test_long_contexts_with_large_heads(attncore_subject: Subject, head_size: int) -> None:
+    """Of larger heads a kernel reads other keys at a time, and splits them elsewhere: without features, with all."""
     attncore_subject.require_phase("prefill", "decode")
-    if attncore_subject.form.mla_only or LARGE_HEAD not in attncore_subject.form.head_sizes:
-        raise UnsupportedError(f"its spec does not declare heads of {LARGE_HEAD}")
-    run_long_contexts(attncore_subject.backend(head_size=LARGE_HEAD))
+    if attncore_subject.form.mla_only or head_size not in attncore_subject.form.head_sizes:
+        raise UnsupportedError(f"its spec does not declare heads of {head_size}")
+    backend = attncore_subject.backend(head_size=head_size)
+    run_long_contexts(backend)
+    if features := in_one_layer(features_of(backend), LONG_FEATURES):
+        run_long_contexts(backend, LONGEST, **features)
 
 
 @covers("dtype {dtype}")
@@ -124,7 +128,8 @@ def _run(subject: Subject, what: str, cache: Any = None, *, long: bool = True, *
     """Short steps with all features, adopted ones too, then long ones without any and with all, for the base request
     with ``changes``.
     """
-    backend = subject.backend(**changes)
+    # One of its own where the cache is: a shared one may take a smaller cache that it allocated for the layers'.
+    backend = subject.backend(**changes) if cache is None else subject.another(**changes)
     declared = features_of(backend)
     given: dict[str, Any] = {} if cache is None else {"cache": cache}
     with named(what, "all declared features"):

@@ -24,13 +24,14 @@ OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
 }
 """The same with other values, for another layer of the same model."""
 LONG_FEATURES: Mapping[str, Mapping[str, Any]] = {
-    "sliding_window": {"sliding_window": 430},
+    "sliding_window": {"sliding_window": 470},
     "logits_soft_cap": {"logits_soft_cap": 5.0},
     "alibi": {"alibi_slopes": (0.004, 0.0005, 0.002, 0.001)},
     "sinks": {"sinks": (9.0, 8.0, 10.0, 7.0)},
 }
-"""The same with values that show over a thousand keys, whose scores reach 10: a window of several hundred tokens,
-slopes that leave the first key its weight, sinks of the size of the sum."""
+"""The same with values that show over a thousand keys, whose scores reach 10: slopes that leave the first key its
+weight, sinks of the size of the sum, and a window of several hundred tokens that does not end with a tile of keys, be
+it of 64, of 96 or of 128: a kernel may take the mask of one tile for another's."""
 SCALES = (2.8, 3.6)
 """Scales of layers that have their own, over the root of the head size: 0.7 and 0.9 with heads of 16. With larger
 heads the scores would else grow until their float32 is not as exact as the tolerance."""

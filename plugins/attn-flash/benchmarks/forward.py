@@ -221,7 +221,7 @@ class Case:
             args = (
                 *given, None, None, content, None, starts, *lengths_of_keys, longest_query, longest,
                 None if packed else table, *[None] * 8, SCALE, True, -1, -1, *library.before_cap, 0.0, True, None, 0,
-                None, 0, *library.last(None),
+                None, 0, *library.last(None, None),
             )  # fmt: skip
             return library.forward, args, {}
         fixed: dict[str, Any] = {"softmax_scale": SCALE, "causal": True}

@@ -17,17 +17,20 @@ from attncore import AttentionRequest, Host
 NAN = float("nan")
 TILE = 128
 """Keys that a kernel loads at a time."""
+WINDOW_TILE = 16
+"""Queries, and keys, of generation 3 in layers with a window."""
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, causal: bool,
     window: tuple[int | None, int | None], softcap: float, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    from_start: bool = False, tile: int = 0,
+    from_start: bool = False, tile: int = 0, unmasked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence: query (q, heads, size), key and value (k, kv heads, size); output and log-sum-exp (q, heads).
 
     The mask is aligned to the last query and key. ``from_start``: slopes count from the first key, as causal ones do.
     Tiles of so many keys that lie before every query's window are not read; without ``tile`` they are multiplied by 0.
+    ``unmasked``, bool (q, k): keys that a query sees in spite of the mask.
     """
     scale = query.shape[2] ** -0.5 if scale is None else scale
     groups = query.shape[1] // key.shape[1]
@@ -48,6 +51,8 @@ def attention(
         hidden |= distance > left
     if right is not None:
         hidden |= -distance > right
+    if unmasked is not None:
+        hidden &= ~unmasked
     if tile:
         before = int(hidden.all(dim=0).cumprod(0).sum())
         values[: before // tile * tile] = 0.0
@@ -74,6 +79,24 @@ def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     if not length:
         return cache.new_empty((0, *cache.shape[2:]))
     return torch.cat([cache[block] for block in table[: -(-length // cache.shape[1])].tolist()])
+
+
+def _unmasked(queries: int, keys: int, left: int, right: int, end: int) -> Tensor:
+    """bool (queries, keys): the tiles that vLLM's generation 3 leaves without their mask in a layer with a window.
+
+    Its tiles of keys begin where the window of a tile's first query does. Which of them have keys behind a query, or
+    before its window, it counts as if they began at the first key of a row, which ends at ``end``.
+    """
+    found = torch.zeros((queries, keys), dtype=torch.bool)
+    for first in range(0, queries, WINDOW_TILE):
+        last = first + WINDOW_TILE
+        start = max(0, first + keys - queries - left)
+        read = -(-min(keys - start, last + keys - start - queries + right) // WINDOW_TILE)
+        behind = (first + end - queries + right) // WINDOW_TILE
+        before = max(0, -(-(last + end - queries - left) // WINDOW_TILE))
+        for tile in range(before, min(behind, read - 1)):  # the last one always has its mask
+            found[first:last, start + tile * WINDOW_TILE : start + (tile + 1) * WINDOW_TILE] = True
+    return found
 
 
 class Generation2:
@@ -171,8 +194,8 @@ class Generation2:
 
 
 class Generation3:
-    """The operator of FlashAttention 3, as vLLM's wheel has it (``sinks``) or its own package; ``calls``: what it was
-    given. ``lacks``: what the build leaves out.
+    """The operator of FlashAttention 3, as vLLM's wheel has it (``sinks``; it leaves masks out, too) or its own
+    package; ``calls``: what it was given. ``lacks``: what the build leaves out.
     """
 
     def __init__(self, lacks: tuple[str, ...] = (), *, sinks: bool = True) -> None:
@@ -184,8 +207,8 @@ class Generation3:
         from attn_flash.generation3 import Library
 
         if self.sinks:
-            return Library(self.fwd, self.get_scheduler_metadata, (), lambda sinks: (sinks, 1, 0, None))
-        return Library(self.own_fwd, None, (0,), lambda sinks: ())
+            return Library(self.fwd, self.get_scheduler_metadata, (), lambda sinks, ends: (sinks, 1, 0, ends))
+        return Library(self.own_fwd, None, (0,), lambda sinks, ends: ())
 
     def own_fwd(self, *given: Any) -> Any:
         """The package's own: a chunk length behind the window, nothing behind the margin."""
@@ -217,8 +240,11 @@ class Generation3:
         """Rows of any lengths, over packed keys or a paged cache; queries of fp8 over a cache of fp8."""
         self.calls.append({name: part for name, part in locals().items() if name != "self"})
         fp8 = torch.float8_e4m3fn
-        if (k_new, v_new, cu_seqlens_k_new, kv_batch_idx, leftpad_k, rotary_cos, cp_tot_seqused_k) != (None,) * 7:
+        if (k_new, v_new, cu_seqlens_k_new, kv_batch_idx, leftpad_k, rotary_cos) != (None,) * 6:
             raise RuntimeError("this stand-in takes none of these")
+        left = -1 if window_size_left >= max_seqlen_k - 1 else window_size_left
+        if cp_tot_seqused_k is not None and left < 0:
+            raise RuntimeError("rows end before every key, and no window counts them anew: nothing would be attended")
         if (cp_world_size, cp_rank, sm_margin) != (1, 0, 0):
             raise RuntimeError("When context parallelism is disabled, cp_rank must be zero")
         if q.dim() != 3 or cu_seqlens_q is None:
@@ -299,9 +325,13 @@ class Generation3:
             rest = 0.0 * values[length:].sum()  # weights of 0 times what lies there
             if q_v is not None:
                 query, keys = torch.cat((query, q_v[mine].float()), -1), torch.cat((keys, values), -1)
+            unmasked = None
+            if left >= 0 and self.sinks and q_v is None:
+                end = length if cp_tot_seqused_k is None else int(cp_tot_seqused_k[row])
+                unmasked = _unmasked(len(query), length, left, 0 if is_causal else window_size_right, end)
             output, lse = attention(
                 query, keys[:length], values[:length], scale=softmax_scale, causal=is_causal,
-                window=(window_size_left, window_size_right), softcap=softcap, sinks=s_aux,
+                window=(window_size_left, window_size_right), softcap=softcap, sinks=s_aux, unmasked=unmasked,
             )  # fmt: skip
             found[mine], found_lse[:, mine] = (output + rest).to(exact), lse.transpose(0, 1)
         return [found, found_lse, q.new_empty(0), q.new_empty(0)]

@@ -50,6 +50,21 @@ def schedules(library: standin.Generation3) -> list[Any]:
     return found
 
 
+def test_every_tile_of_a_layer_with_a_window_is_masked(library: standin.Generation3) -> None:
+    """Left alone, vLLM's build lets queries see later keys; without a window, it would see none."""
+    engine = Engine((None, 21, 500))  # of these the second alone is shorter than the prompts
+    steps = ({0: 90, 1: 70}, {0: 4, 1: 4}, {0: 1, 1: 1})
+    engine.batch.remove_request(1)
+    engine.batch.add_request(1, [20 + block for block in range(12)])
+    engine.batch.append_blocks(0, [10 + block for block in range(6)])
+    library.calls.clear()
+    for step in steps:
+        engine.run(engine.builder.build(step))
+    ends = [call["cp_tot_seqused_k"] for call in library.calls]
+    assert [one is not None for one in ends] == [False, True, False] * 2 + [False] * 3
+    assert all(one.shape == (2,) and bool((one < -(1 << 29)).all()) for one in ends if one is not None)
+
+
 def test_the_layers_of_a_decode_share_a_schedule_from_the_second_on(library: standin.Generation3) -> None:
     engine = Engine((None,) * 4)
     assert schedules(library) == [None] * 4  # prompts: nothing is split
@@ -95,8 +110,8 @@ def test_a_schedule_that_is_kept_too_long_is_seen(
     class NeverCleared(dict[int, Any]):
         def clear(self) -> None: ...
 
-    def never_renewed(self: StepArguments, given: tuple[Any, ...]) -> None:
-        self.given, self._shared = given, NeverCleared()
+    def never_renewed(self: StepArguments, given: tuple[Any, ...], ends: Any = None) -> None:
+        self.given, self.ends, self._shared = given, ends, NeverCleared()
 
     monkeypatch.setattr(StepArguments, "__init__", never_renewed)
     engine = Engine((None,) * 3)

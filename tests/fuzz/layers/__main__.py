@@ -10,6 +10,7 @@ on each, such as ``flash3+triton``. Each program that fails is printed with its 
 import random
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from fuzz.layers import backends
@@ -21,18 +22,24 @@ from attncore import Host
 
 STEPS = 10
 BFLOAT16 = {"tolerance": 3e-2}
+LONG: dict[str, Any] = {"longer": (150, 300, 700), "long_windows": (17, 64, 100, 200, 300, 470, 1000)}
+"""Windows that end within a tile of keys, and models in which many tiles lie behind them."""
 ON_GPU: dict[str, tuple[Sizes, str, dict[str, str]]] = {
     "flash2": (Sizes((64, 128), (), (256,), **BFLOAT16, model_len=600, windows=(5, 300)), "flash", {"generation": "2"}),
     "flash3": (
-        Sizes((64, 128), (), (16, 32), ("auto", "fp8_e4m3"), **BFLOAT16, rounding=2**-4),
+        Sizes((64, 96, 128, 192, 256), (), (16, 32), ("auto", "fp8_e4m3"), **BFLOAT16, rounding=2**-4, **LONG),
         "flash",
         {"generation": "3"},
     ),
     "flash3_latent": (Sizes(block_sizes=(16, 64), **backends.LATENT), "flash", {"generation": "3"}),
     "flashinfer_latent": (Sizes(block_sizes=(1, 16, 64), **backends.LATENT), "flashinfer", {}),
     "flash4": (Sizes((64,), (), (16,), **BFLOAT16), "flash", {"generation": "4"}),
-    "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16), "flashinfer", {}),
-    "triton": (Sizes((16, 64), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16), "rocm", {"kernel": "triton"}),
+    "flashinfer": (Sizes((64,), (), (1, 4, 8, 16), **BFLOAT16, **LONG), "flashinfer", {}),
+    "triton": (
+        Sizes((16, 64, 128, 256), (), (1, 2, 3, 4, 16), backends.EXACT, **BFLOAT16, **LONG),
+        "rocm",
+        {"kernel": "triton"},
+    ),
 }
 """Name -> sizes, the backend and its options."""
 

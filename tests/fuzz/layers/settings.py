@@ -34,7 +34,9 @@ class Sizes:
     heads: tuple[tuple[int, int], ...] = ((4, 2), (4, 4), (4, 1), (2, 2), (6, 2), (1, 1), (8, 1), (5, 5), (10, 2))
     """Of queries, and of keys and values."""
     longer: tuple[int, ...] = (150, 300)
-    """Lengths of a model that are drawn sometimes, with windows to match."""
+    """Lengths of a model that are drawn sometimes,"""
+    long_windows: tuple[int, ...] = (17, 64, 100, 1000)
+    """with windows to match."""
 
 
 class Layer(NamedTuple):
@@ -151,7 +153,7 @@ def draw_settings(draw: random.Random, sizes: Sizes) -> Settings:
     latent = draw.random() < sizes.latent
     heads, kv_heads = draw.choice([(4, 1), (1, 1), (16, 1)]) if latent else draw.choice(sizes.heads)
     if sizes.longer and draw.random() < 0.2:
-        sizes = replace(sizes, model_len=draw.choice(sizes.longer), windows=(*sizes.windows, 17, 64, 100, 1000))
+        sizes = replace(sizes, model_len=draw.choice(sizes.longer), windows=(*sizes.windows, *sizes.long_windows))
     head_size = draw.choice(sizes.head_sizes)
     others = [size for size in sizes.value_sizes if not latent or size < head_size]
     smaller = others if sizes.latent == 1.0 or draw.random() < 0.3 else []

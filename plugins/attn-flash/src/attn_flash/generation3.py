@@ -21,6 +21,7 @@ from attn_flash.segments import Segment
 FP8 = torch.float8_e4m3fn
 MOST_ROWS = 1 << 14
 """Of a step whose starts are counted ahead."""
+BEFORE_ALL = -(1 << 30)
 OUTPUT, OUTPUT_AND_LSE = 0, slice(2)
 """Of what the operator returns."""
 LARGEST = 448.0
@@ -38,8 +39,10 @@ class Library(NamedTuple):
     """What writes a schedule ahead; None where calls are to write their own."""
     before_cap: tuple[Any, ...]
     """Between the window and the soft cap."""
-    last: Callable[[Tensor | None], tuple[Any, ...]]
-    """Behind the others of ``forward``, for a layer's sinks."""
+    last: Callable[[Tensor | None, Tensor | None], tuple[Any, ...]]
+    """Behind the others of ``forward``, for a layer's sinks, and for ends of ``_before_all`` where every tile is to be
+    masked; empty of a library that takes neither.
+    """
 
 
 @cache
@@ -48,10 +51,16 @@ def _counted(device: str) -> Tensor:
     return torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
 
 
+@cache
+def _before_all(device: str) -> Tensor:
+    """Ends of rows, each before every key."""
+    return torch.full((MOST_ROWS,), BEFORE_ALL, dtype=torch.int32, device=device)
+
+
 def load() -> Library:
     """The operator of the package flash_attn_3. That its schedules may be shared by layers was not tried."""
     import_module("flash_attn_3._C")
-    return Library(torch.ops.flash_attn_3.fwd, None, (0,), lambda sinks: ())  # 0: no chunks of attention
+    return Library(torch.ops.flash_attn_3.fwd, None, (0,), lambda sinks, ends: ())  # 0: no chunks of attention
 
 
 class StepArguments:
@@ -64,10 +73,12 @@ class StepArguments:
     a run to warm up holds that kernel. A later step of the same plan does so, too (``renew``).
     """
 
-    __slots__ = ("_shared", "given")
+    __slots__ = ("_shared", "ends", "given")
 
-    def __init__(self, given: tuple[Any, ...]) -> None:
+    def __init__(self, given: tuple[Any, ...], ends: Tensor | None = None) -> None:
         self.given = given
+        self.ends = ends
+        """Of ``_before_all``, one a row; None where a row has one query at most, whose later keys no tile holds."""
         self._shared: dict[int, Tensor | None] = {}
         """The layers of this run, by their ids, and the schedules, by kinds of layers: numbers below 0."""
 
@@ -128,9 +139,9 @@ class Layer:
         left, cap = -1 if sliding_window is None else sliding_window - 1, logits_soft_cap or 0.0
         self._window = causal, left, 0 if causal and left >= 0 else left, *library.before_cap
         self._fixed, self._capped = (scale, *self._window, cap, True), cap > 0
-        self._last = (0, None, 0, *library.last(self._sinks))
+        self._last = (0, None, 0, *library.last(self._sinks, None))
         # Made here, not first inside a capture, which would only record it.
-        self._one_token_each = _counted(device)
+        self._one_token_each, self._before_all = _counted(device), _before_all(device)
         self._descales = descales
 
     def sinks_changed(self) -> None:
@@ -148,7 +159,10 @@ class Layer:
         packed = segment.entry == "packed"
         keys = (segment.key_starts, None, None, None) if packed else (None, None, None, segment.lengths)
         longest = max(1, segment.max_query_len), max(1, segment.max_seq_len)
-        return StepArguments((starts, *keys, *longest, None if packed else segment.block_table, *[None] * 5))
+        ends = None
+        if longest[0] > 1:
+            ends = self._before_all[:rows] if rows <= MOST_ROWS else torch.full_like(starts[:rows], BEFORE_ALL)
+        return StepArguments((starts, *keys, *longest, None if packed else segment.block_table, *[None] * 5), ends)
 
     def bound(self, segment: Segment, arguments: StepArguments, caches: tuple[Tensor, Tensor] | None) -> Call:
         """The call of a segment. For ``decode`` it takes and gives the segment's tokens alone."""
@@ -169,7 +183,7 @@ class Layer:
         wanted: int | slice = OUTPUT,
     ) -> Callable[[Tensor, Any, Any], Any]:
         """``bound``, of which ``wanted`` is given: all in one function, for each takes the host time."""
-        forward, given, fixed, last = self._library.forward, arguments.given, self._fixed, self._last
+        forward, given, fixed, last = self._library.forward, arguments.given, self._fixed, self._last_of(arguments)
         if segment.entry == "packed":
             rest = (None, None, None, None, *given, None, None, None, *fixed, None, *last)
             return lambda query, key, value: forward(query, *segment.packed_keys(key, value), *rest)[wanted]
@@ -188,6 +202,16 @@ class Layer:
             return forward(query, *rest, written, *last)[wanted]
 
         return call
+
+    def _last_of(self, arguments: StepArguments) -> tuple[Any, ...]:
+        """The last arguments of a call. vLLM's build leaves keys behind a query unmasked in some tiles of a layer with
+        a window: every tile is masked where no row seems to reach it. A window of all keys is none to the kernel,
+        which then would find no key (docs/design/flash-attention-3.md).
+        """
+        left = self._window[1]
+        if left < 0 or arguments.ends is None or left >= arguments.given[6] - 1:
+            return self._last
+        return (*self._last[:3], *self._library.last(self._sinks, arguments.ends))
 
     def _scheduler(
         self, segment: Segment, caches: tuple[Tensor, Tensor], arguments: StepArguments, last: tuple[Any, ...]

@@ -17,5 +17,5 @@ def load() -> Library:
         raise ImportError("vllm is installed without its library of FlashAttention 3 (vllm_flash_attn/_vllm_fa3_C)")
     torch.ops.load_library(str(file))  # type: ignore[no-untyped-call]
     operators = torch.ops._vllm_fa3_C
-    # Behind the sinks: no context parallelism.
-    return Library(operators.fwd, operators.get_scheduler_metadata, (), lambda sinks: (sinks, 1, 0, None))
+    # Behind the sinks: no context parallelism, and where its rows end.
+    return Library(operators.fwd, operators.get_scheduler_metadata, (), lambda sinks, ends: (sinks, 1, 0, ends))

@@ -83,7 +83,9 @@ def generation3_lacks(library: Any, device: torch.device) -> dict[str, str]:
     """What a build of generation 3 leaves out, with its words: asked of a decode and of a prompt. RuntimeError where
     nothing works.
     """
-    features = FEATURES3 if library.last(None) else {name: FEATURES3[name] for name in FEATURES3 if name != "sinks"}
+    features = (
+        FEATURES3 if library.last(None, None) else {name: FEATURES3[name] for name in FEATURES3 if name != "sinks"}
+    )
     calls = [partial(_attend3, library, device, paged) for paged in (True, False)]
     lacks, dtype, size = _lacks(calls, features, device)
     fp8 = partial(_attend3, library, device, True, dtype, size, cache_dtype=generation3.FP8)
