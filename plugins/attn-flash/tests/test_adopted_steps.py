@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attncore import AdoptedSteps
+from attncore.builder import CascadeRule
 from attncore.dense import dense_attention
 from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
@@ -83,3 +84,20 @@ def test_a_plan_of_decodes_is_not_that_of_more_tokens(generation: str, rows: int
             expected = dense_attention(query[mine].float(), *said[row], scale=0.25)
             torch.testing.assert_close(found[mine].float(), expected, atol=3e-2, rtol=3e-2)
             start += count
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_step_whose_table_the_host_lacks_has_no_cascade(generation: str, on_cpu: bool) -> None:
+    """As on a GPU, where nobody reads the engine's."""
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    steps = AdoptedSteps(backend, max_num_reqs=4, max_num_tokens=64, max_model_len=4 * size, num_blocks=20)
+    if not on_cpu:
+        steps._on_cpu = steps._known.checks = steps._sizes.values["_on_cpu"] = False
+    starts, lengths = torch.arange(3, dtype=torch.int32), torch.full((2,), size + 1, dtype=torch.int32)
+    metadata = steps.build(
+        query_start_loc=starts, seq_lens=lengths, slot_mapping=torch.tensor([2 * size, 3 * size]),
+        block_table=torch.tensor([[1, 2], [1, 3]], dtype=torch.int32),
+        host_query_start_loc=starts.numpy(), host_seq_lens=lengths.numpy(),
+    )  # fmt: skip
+    rule = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
+    assert (backend.cascade(metadata, rule) is not None) == on_cpu

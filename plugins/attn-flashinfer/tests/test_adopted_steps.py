@@ -53,6 +53,27 @@ def test_the_plugin_does_not_wait_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     assert not graphs.is_capturing("cpu")
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_option_cascade_needs_a_table_on_the_host(on_cpu: bool) -> None:
+    """On a GPU an adopted step has none there: its requests are read one by one."""
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder, block_size=4, options={"cascade": True})
+    impl, cache = backend.impl("layers.0", scale=0.5), backend.allocate_kv_cache(120)
+    steps = AdoptedSteps(backend, max_num_reqs=8, max_num_tokens=16, max_model_len=400, num_blocks=120)
+    if not on_cpu:
+        steps._on_cpu = steps._known.checks = steps._sizes.values["_on_cpu"] = False
+    starts, lengths = torch.arange(9, dtype=torch.int32), torch.full((8,), 257, dtype=torch.int32)
+    table = torch.arange(1, 66, dtype=torch.int32).repeat(8, 1)
+    table[:, 64] = 100 + torch.arange(8)
+    metadata = steps.build(
+        query_start_loc=starts, seq_lens=lengths, block_table=table, slot_mapping=4 * table[:, 64].long(),
+        host_query_start_loc=starts.numpy(), host_seq_lens=lengths.numpy(),
+    )  # fmt: skip
+    query, key, value = (torch.randn(8, heads, 64).to(cache.dtype) for heads in (4, 2, 2))
+    impl.forward(query, key, value, cache, metadata)
+    assert [one["causal"] for one in recorder.of("prefill.plan")] == ([False, True] if on_cpu else [])
+
+
 def test_bounds_in_place_of_exact_lengths_are_refused() -> None:
     """FlashInfer's plan copies the host's page list to the device where no graph is replayed."""
     backend = standin.backend()

@@ -28,15 +28,17 @@ def cascade_step(
 ) -> CascadeStep | None:
     """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing.
 
-    None, too, for a step that was built overlapped, and for views of one: the host does not know its lengths; and for a
-    step of the list builder with a prompt without context, which may have no block table: both passes read the cache.
+    None, too, for a step that was built overlapped, and for views of one: the host does not know its lengths; for an
+    adopted one elsewhere than on a CPU: the host has no block table; and for a step of the list builder with a prompt
+    without context, which may have none: both passes read the cache.
     """
     host = metadata.host
+    table = getattr(host, "block_table", None)
     plain = metadata.from_groups and not host.context_lens[: metadata.num_prefills].all()
-    if plain or metadata.host_lengths != "exact":
+    if table is None or plain or metadata.host_lengths != "exact":
         return None
     null_block = None if metadata.from_groups else 0
-    table = host.block_table[: len(host.context_lens)]
+    table = table[: len(host.context_lens)]
     shared = find_shared_prefix(table, host.context_lens, block_size, rule, null_block=null_block)
     if shared is None:
         return None

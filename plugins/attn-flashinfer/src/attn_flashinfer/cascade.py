@@ -77,9 +77,10 @@ class Cascade:
         host = metadata.host
         if metadata.num_reqs < self._rule.min_requests or len(host.query_start_loc) != metadata.num_reqs + 1:
             return None
-        if metadata.from_groups:
-            return None  # some of its rows have no table
-        table = host.block_table[:, : -(-int(host.seq_lens.max(initial=0)) // self._block_size)]
+        table = getattr(host, "block_table", None)
+        if metadata.from_groups or table is None:
+            return None  # some of its rows have no table; the host has none of a step that an engine's tensors are
+        table = table[:, : -(-int(host.seq_lens.max(initial=0)) // self._block_size)]
         return find_shared_prefix(table, host.context_lens, self._block_size, self._rule, null_block=0)
 
     def _plan_prefix(self, metadata: AttentionMetadata, pages: Pages, shared: SharedPrefix, query_lens: Any) -> None:
