@@ -6,7 +6,7 @@ import flash_standin as standin
 import pytest
 import torch
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import CascadeRule, InputBatch, MetadataBuilder
 
 
 @pytest.mark.parametrize("cache_is_known", [False, True])
@@ -61,4 +61,27 @@ def test_whether_to_write_is_a_flag(
     given = (query, 2 * key, key, cache, metadata, *([None] if method == "forward_cascade" else []))
     with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
         getattr(layer, method)(*given, write="no")
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("generation", ["2", "3", "3_vllm", "4"])
+def test_a_cascade_reads_no_query_beyond_those_that_are_given(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.install(monkeypatch, generation, standin.MADE[generation]())
+    backend, size = standin.create(generation), standin.BLOCK[generation]
+    layer, cache = backend.impl("layers.0", scale=1.0), backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=2 * size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16)
+    for row in (0, 1):
+        batch.add_request(row, block_ids=[1, 2 + row], num_computed_tokens=size)
+    rule = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
+    query, key = (torch.ones(6, heads, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    before, of_another = cache.clone(), backend.cascade(builder.build({0: 3, 1: 3}), rule)
+    metadata = builder.build({0: 1, 1: 1})
+    cascade = backend.cascade(metadata, rule)
+    with pytest.raises(ValueError, match=r"^cascade: of 6 tokens; the metadata has 2"):
+        layer.forward_cascade(query, key, key, cache, metadata, of_another)
+    with pytest.raises(ValueError, match=r"^query: shape \(1, .*; the metadata has 2"):
+        layer.forward_cascade(query[:1], key, key, cache, metadata, cascade)
+    with pytest.raises(TypeError, match=r"^metadata: Tensor found"):
+        layer.forward_cascade(query, key, key, metadata, cache, cascade)
     assert torch.equal(cache, before)

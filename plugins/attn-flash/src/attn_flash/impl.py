@@ -133,11 +133,16 @@ class FlashImpl(AttentionImpl):
 
         Both passes read the cache, so that without ``write`` key and value are not read, and may be None.
 
-        ValueError for a layer with a window, slopes or no causal mask, whose queries do not see the prefix alike.
+        ValueError for a layer with a window, slopes or no causal mask, whose queries do not see the prefix alike, and
+        where ``query`` or the step has fewer tokens than ``cascade`` was made of.
         """
         if self.sliding_window is not None or self.alibi_slopes is not None or not self._fixed["causal"]:
             raise ValueError("cascade: this layer has a window, slopes or no causal mask; call forward")
         write = self.check_write(write)
+        self.check_order(query, metadata)
+        check_tokens(metadata.num_tokens, query=query)
+        if cascade.suffix.stop > metadata.num_tokens:
+            raise ValueError(f"cascade: of {cascade.suffix.stop} tokens; the metadata has {metadata.num_tokens}")
         caches = self._views_of_cache(kv_cache)
         if write:
             self._write(key, key if self.values_in_keys else value, metadata.slot_mapping)
