@@ -136,7 +136,7 @@ class Compositions:
         write = self.draw.random() < 0.5
 
         def attend(run: Run) -> tuple[Tensor, None] | None:
-            if not is_plain(run) or not hasattr(run.impl, "forward_cascade") or "adopted" in part.how:
+            if not is_plain(run) or not hasattr(run.impl, "forward_cascade"):
                 return None
             cascade = run.impl.backend.cascade(run.metadata, rule)
             if cascade is None:
