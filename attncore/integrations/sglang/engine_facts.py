@@ -30,6 +30,7 @@ class Layer:
     """(num_heads,): the parameter of the module that holds the layer; None where it has none."""
     k_scale: float
     v_scale: float
+    """1.0 of a cache that is not fp8: SGLang loads those of a checkpoint for any cache, and uses them for fp8 alone."""
     in_window_pool: bool
     """Whether its keys and values are in the pool of windowed layers, whose slots are numbered apart."""
 
@@ -55,7 +56,7 @@ def layer_of(name: str, module: Any, pool: Any, sinks: Any = None) -> Layer:
     """One layer; ValueError that names it where it asks for what no backend runs."""
     for problem in _layer_problems(module):
         raise ValueError(f"layer {name}: {problem}; choose another --attention-backend")
-    window, layer_id = module.sliding_window_size, module.layer_id
+    window, layer_id, is_fp8 = module.sliding_window_size, module.layer_id, pool.dtype.itemsize == 1
     return Layer(
         name,
         module.tp_q_head_num,
@@ -66,8 +67,8 @@ def layer_of(name: str, module: Any, pool: Any, sinks: Any = None) -> Layer:
         window + 1 if window > -1 else None,
         float(module.logit_cap) or None,
         sinks,
-        _scale(module.k_scale_float),
-        _scale(module.v_scale_float),
+        _scale(module.k_scale_float if is_fp8 else None),
+        _scale(module.v_scale_float if is_fp8 else None),
         isinstance(pool, SWAKVPool) and pool.layers_mapping[layer_id][1],
     )
 

@@ -1,5 +1,6 @@
-"""The tensors of a step out of SGLang's batch, and the names that SGLang finds: without SGLang."""
+"""The tensors of a step out of SGLang's batch, scales of its layers, and the names that it finds: without SGLang."""
 
+import importlib
 import sys
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
@@ -146,3 +147,37 @@ def test_another_version_is_refused_when_a_backend_is_made(engine, version):
     engine.module.__version__ = version
     with pytest.raises(RuntimeError, match=f"SGLang {version} found; attncore's bridge is for SGLang 0.5.23"):
         engine.made["attncore"](None)
+
+
+@pytest.fixture
+def engine_facts(monkeypatch):
+    """The module, over stand-ins of the classes that it takes from SGLang."""
+    kinds = SimpleNamespace(DECODER=object())
+    for name, given in {
+        "layers.radix_attention": {"AttentionType": kinds, "RadixAttention": SimpleNamespace},
+        "mem_cache.memory_pool": {"MHATokenToKVPool": SimpleNamespace},
+        "mem_cache.swa_memory_pool": {"SWAKVPool": ModuleType},
+        "model_executor.cuda_graph_config": {"Backend": None},
+        "runtime_context": {"get_parallel": None},
+    }.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(given)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    name = "attncore.integrations.sglang.engine_facts"
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.bfloat16, (1.0, 1.0)), (torch.float8_e4m3fn, (0.02, 0.5))])
+def test_scales_of_a_checkpoint_are_those_of_an_fp8_cache(engine_facts, dtype, scales):
+    """SGLang loads them for any cache, and divides by them where it converts to another dtype."""
+    module = SimpleNamespace(
+        tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=16, v_head_dim=16, scaling=0.25, sliding_window_size=-1,
+        logit_cap=0.0, layer_id=0, is_cross_attention=False, attn_type=engine_facts.AttentionType.DECODER,
+        pos_encoding_mode="NONE", xai_temperature_len=-1, k_scale_float=0.02, v_scale_float=0.5,
+    )  # fmt: skip
+    layer = engine_facts.layer_of("layers.0", module, SimpleNamespace(dtype=dtype))
+    assert (layer.k_scale, layer.v_scale) == scales
+    module.k_scale_float = module.v_scale_float = None
+    layer = engine_facts.layer_of("layers.0", module, SimpleNamespace(dtype=dtype))
+    assert (layer.k_scale, layer.v_scale) == (1.0, 1.0)
