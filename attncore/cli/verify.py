@@ -133,20 +133,31 @@ def _choices(args: argparse.Namespace) -> tuple[list[Choice], list[str]]:
 
 
 def _request(spec: BackendSpec | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, over what fits the first variant that can then be used here; the first where none can."""
+    if spec is None:
+        return _filled_in(None, given)
+    requests = [_filled_in(stated, given) for _, stated in spec.by_variant]
+    fitting = (one for one in requests if choose(negotiate_installed(**one, backend=spec.name)) is not None)
+    return next(fitting, requests[0])
+
+
+def _filled_in(stated: BackendSpec | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, over what ``_fields`` says; key/value heads as heads where its own number does not divide them."""
-    fields = {**_fields(spec), **given}
+    fields = {**_fields(stated), **given}
     if "num_kv_heads" not in given and fields["num_heads"] % fields["num_kv_heads"]:
         fields["num_kv_heads"] = fields["num_heads"]
     return fields
 
 
-def _fields(spec: BackendSpec | None) -> dict[str, Any]:
-    """A request of common sizes; where the spec does not declare one of them, of a size that it declares."""
+def _fields(stated: BackendSpec | None) -> dict[str, Any]:
+    """A request of common sizes; where a variant's spec does not declare one of them, of a size that it declares."""
     fields: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
-    if spec is None:
+    if stated is None:
         return fields
-    most = spec.by_variant[0][1].max_group_size
+    most = stated.max_group_size
     if most is not None and most < 4:
         fields["num_kv_heads"] = 32
-    fields |= fitting_fields(spec)
-    return fields | ({"num_kv_heads": 1} if fields.get("use_mla") else {})
+    fields |= fitting_fields(stated)
+    if fields.get("use_mla"):  # one latent head
+        fields |= {"num_heads": min(32, most or 32), "num_kv_heads": 1}
+    return fields

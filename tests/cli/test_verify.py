@@ -167,6 +167,21 @@ def test_a_number_of_heads_that_the_usual_key_heads_do_not_divide(cache, capsys)
     assert json.loads(capsys.readouterr().out)[0]["state"] == "agrees"
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "use_mla=True, mla_only=True, max_group_size=16, head_size_v={128}",
+        "variants=(Variant('new', requires=('absent',), head_sizes={32}, dtypes={'float16'}), Variant('old'))",
+    ],
+    ids=["small groups of latent heads", "a variant behind one of other sizes"],
+)
+def test_what_is_asked_is_what_can_be_used_here(site, capsys, facts):
+    light = SPEC.replace("MultipleOf, ", "MultipleOf, Variant, ").format(name="some", module="attn_some", extra=facts)
+    site.plugin("some", light, heavy=REFERENCE.format(forward="pass"))
+    assert main(["verify", "some", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "agrees"
+
+
 def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
     site.plugin("broken-create", heavy="raise ImportError('libacme.so is missing')", module="broken_create")
     monkeypatch.setenv("ATTNCORE_PLUGINS", "broken-create")

@@ -8,7 +8,7 @@ from attncore import AttentionRequest, BackendSpec, Host, Variant
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import negotiate
-from attncore.registry.choice.runs_here import reasons_by_variant
+from attncore.registry.choice.runs_here import reasons_by_variant, reasons_here
 from attncore.registry.plugins.plugin_record import PluginRecord
 
 H90 = Host.assume("sm_90", packages=PACKAGES)
@@ -189,6 +189,21 @@ def test_variants_for_the_other_kind_of_cache_say_nothing():
 def test_a_plain_request_of_a_latent_variant_is_for_its_rows():
     both = record(spec(variants=BOTH_KINDS), "attn-one")
     assert reasons_by_variant(both, H90) == {"plain": (), "rows": ()}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (Variant("rows", use_mla=True, mla_only=True, head_sizes={576}, requires=("absent",)), Variant("plain")),
+        (Variant("new", devices={"cpu": 1}, head_sizes={16}), Variant("old", head_sizes={576})),
+        (Variant("new", dtypes={"float16"}, requires=("absent",)), Variant("old", dtypes={"float32"})),
+    ],
+    ids=["another kind of cache", "another size", "another dtype"],
+)
+def test_a_backend_runs_here_where_any_variant_does(first, then):
+    """However little its request has in common with the first one's."""
+    assert reasons_here(record(spec(variants=(first, then)), "attn-one"), H90) == ()
+    assert reasons_here(record(spec(variants=(first,)), "attn-one"), H90) != ()
 
 
 def test_what_only_variants_for_other_devices_lack_is_not_said():

@@ -20,6 +20,13 @@ def plain_request(spec: BackendSpec) -> AttentionRequest:
     return AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
 
 
+def request_here(spec: BackendSpec, plugin: str, host: Host) -> AttentionRequest:
+    """The first of its variants' plain requests that ``spec`` can serve on ``host``; the first where it can serve none.
+    """
+    requests = [plain_request(stated) for _, stated in spec.by_variant]
+    return next((one for one in requests if not fitting_variant(spec, plugin, one, host)[2]), requests[0])
+
+
 def no_device_here(spec: BackendSpec, host: Host, source: str) -> Reason | None:
     """The reason, of code ``device``, where no variant of ``spec`` is for the host's device; None where one is."""
     devices = spec.all_devices
@@ -41,7 +48,7 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
         return record.reasons
     if (reason := no_device_here(spec, host, record.label)) is not None:
         return (reason,)
-    _, _, reasons, _ = fitting_variant(spec, record.label, plain_request(spec), host)
+    _, _, reasons, _ = fitting_variant(spec, record.label, request_here(spec, record.label, host), host)
     return reasons or _no_kernels()
 
 

@@ -17,7 +17,7 @@ from attncore.registry.child_process import tell
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.device_here import host_device_problem
 from attncore.registry.choice.negotiate import negotiate
-from attncore.registry.choice.runs_here import plain_request, reasons_here
+from attncore.registry.choice.runs_here import reasons_here, request_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
 from attncore.registry.plugins.plugin_code import run_plugin_code
@@ -81,7 +81,7 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
 
 def _create(record: PluginRecord, spec: BackendSpec, host: Host) -> dict[str, Any]:
     """Create a small backend where this host can."""
-    choice = choose(negotiate(plain_request(spec), host, [record], "the doctor"))
+    choice = choose(negotiate(request_here(spec, record.label, host), host, [record], "the doctor"))
     if choice is None:
         return {}
     if problem := host_device_problem(host):
