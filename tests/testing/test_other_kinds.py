@@ -2,7 +2,7 @@
 
 import pytest
 from planting import Site
-from testing.faulty_backend import HEAVY, LIGHT
+from testing.faulty_backend import HEAVY, LIGHT, forward
 
 from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
@@ -114,6 +114,18 @@ def test_latent_attention_alone_passes(site):
     for row in ("latent attention", "decode", "mixed batches", "NaN canary", "strided tensors", "declared head sizes"):
         assert found[row] == "supported"
     assert found["value head size"] == "unsupported"
+
+
+READS_THE_DEVICE = forward("""
+lengths = {name: getattr(metadata, name).numpy() for name in ("seq_lens", "context_lens")}
+return whole(query, key, value, kv_cache, changed(metadata, **lengths), output)
+""")
+
+
+def test_blocks_of_one_token_and_bounds_of_lengths(site):
+    plant(site, "single", "block_sizes={1, 2}, host_lengths='bounded', cuda_graph='never'", READS_THE_DEVICE)
+    code, report = conformance("single", options=(*QUIET, "-k", "upper_bounds"))
+    assert (code, report.failures, states(report)) == (0, [], {"host lengths": "supported"})
 
 
 HEADS_OR_ROWS = (
