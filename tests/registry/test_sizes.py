@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncore import MultipleOf
-from attncore.registry.spec.sizes import as_sizes, describe, divisors_within, intersection, smallest
+from attncore.registry.spec.sizes import (
+    as_sizes,
+    describe,
+    divisors_within,
+    intersection,
+    largest_to,
+    smallest,
+    smallest_from,
+)
 
 SIZES = st.one_of(
     st.frozensets(st.integers(1, 64), min_size=1),
@@ -31,6 +39,12 @@ def test_divisors_are_divisors_and_accepted(sizes, whole):
 def test_the_smallest_is_a_member_with_none_below(sizes):
     assert smallest(sizes) in sizes
     assert not any(size in sizes for size in range(smallest(sizes)))
+
+
+@given(SIZES, st.integers(1, 100))
+def test_the_next_sizes_on_either_side(sizes, size):
+    assert smallest_from(sizes, size) == next((one for one in range(size, 200) if one in sizes), None)
+    assert largest_to(sizes, size) == next((one for one in range(size, 0, -1) if one in sizes), None)
 
 
 def test_words():

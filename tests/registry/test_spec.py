@@ -7,6 +7,7 @@ import pytest
 
 from attncore import BackendSpec, MultipleOf, Option, Variant
 from attncore.registry.spec.backend_spec import ContractVersionError
+from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.step_arrays import OF_LENGTHS
 
 FACTS = {
@@ -101,6 +102,14 @@ def test_nonsense_is_refused_by_the_name_of_its_field(field, value, text):
     with pytest.raises(ValueError) as caught:
         spec(**{field: value})
     assert str(caught.value).startswith(text)
+
+
+def test_values_of_latent_rows_fit_into_some_row():
+    latent = {"use_mla": True, "mla_only": True, "head_size_v": {512}}
+    with pytest.raises(ValueError, match=r"^head_size_v: 512, but with mla_only values are the first columns of a row"):
+        spec(**latent, head_sizes={64, 128})
+    fields = fitting_fields(spec(**latent, head_sizes={64, 128, 576}))
+    assert (fields["head_size"], fields["head_size_v"]) == (576, 512)
 
 
 def test_a_feature_cannot_be_had_and_not_had():

@@ -116,6 +116,21 @@ def test_latent_attention_alone_passes(site):
     assert found["value head size"] == "unsupported"
 
 
+@pytest.mark.parametrize(
+    "facts",
+    ["head_sizes=MultipleOf(8), mla_only=True", "head_sizes={16, 48}"],
+    ids=["latent rows alone", "latent rows beside others"],
+)
+def test_latent_rows_are_as_large_as_their_values(site, facts):
+    """Also where a smaller size is declared, which holds none."""
+    plant(site, "wide", f"{facts}, head_size_v={{40}}, use_mla=True, block_sizes=MultipleOf(1), cuda_graph='never'")
+    asked = "test_latent_attention_over_random or test_latent_blocks or test_decode"
+    code, report = conformance("wide", settings="EXAMPLES = 4\n", options=(*QUIET, "-k", asked))
+    assert (code, report.failures) == (0, [])
+    assert states(report)["latent attention"] == "supported"
+    assert states(report)["decode"] == "supported"
+
+
 READS_THE_DEVICE = forward("""
 lengths = {name: getattr(metadata, name).numpy() for name in ("seq_lens", "context_lens")}
 return whole(query, key, value, kv_cache, changed(metadata, **lengths), output)

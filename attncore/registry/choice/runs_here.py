@@ -21,8 +21,7 @@ def plain_request(spec: BackendSpec) -> AttentionRequest:
 
 
 def request_here(spec: BackendSpec, plugin: str, host: Host) -> AttentionRequest:
-    """The first of its variants' plain requests that ``spec`` can serve on ``host``; the first where it can serve none.
-    """
+    """The first of its variants' plain requests that ``spec`` can serve on ``host``; the first where it serves none."""
     requests = [plain_request(stated) for _, stated in spec.by_variant]
     return next((one for one in requests if not fitting_variant(spec, plugin, one, host)[2]), requests[0])
 

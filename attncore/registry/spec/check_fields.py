@@ -19,7 +19,7 @@ from attncore.registry import package_requirements
 from attncore.registry.device_patterns import PATTERNS, is_pattern
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
-from attncore.registry.spec.sizes import as_sizes
+from attncore.registry.spec.sizes import as_sizes, describe, smallest, smallest_from
 from attncore.registry.spec.variant import Variant
 from attncore.step_arrays import FIELD_NAMES, OF_LENGTHS
 from attncore.vocabulary import (
@@ -66,6 +66,12 @@ def _contradictions(values: Values) -> Iterable[str]:
         yield f"preferred_block_size: {preferred} is not among block_sizes"
     if values["mla_only"] and not values["use_mla"]:
         yield "mla_only: True, but use_mla is False"
+    heads, of_values = values["head_sizes"], values["head_size_v"]
+    if values["mla_only"] and of_values is not None and smallest_from(heads, smallest(of_values)) is None:
+        yield (
+            f"head_size_v: {describe(of_values)}, but with mla_only values are the first columns of a row of "
+            f"head_sizes, {describe(heads)}, none of which is as large"
+        )
     for variable in values["variables"]:
         if not variable.startswith(prefix := variable_prefix(values["name"])):
             yield f"variables: {quoted(variable)} does not begin with {prefix}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.sizes import Sizes, smallest
+from attncore.registry.spec.sizes import Sizes, largest_to, smallest, smallest_from
 
 
 def fitting_fields(spec: BackendSpec) -> dict[str, Any]:
@@ -22,7 +22,9 @@ def fitting_fields(spec: BackendSpec) -> dict[str, Any]:
         fields["use_mla"] = True
         if stated.head_size_v is not None:
             values: Sizes = stated.head_size_v  # type: ignore[assignment]
-            fields["head_size_v"] = next(size for size in range(fields["head_size"], 0, -1) if size in values)
+            if largest_to(values, fields["head_size"]) is None:  # values are the first columns of a row
+                fields["head_size"] = smallest_from(head_sizes, smallest(values))
+            fields["head_size_v"] = largest_to(values, fields["head_size"])
     if len(stated.phases) == 1:
         fields["phase"] = next(iter(stated.phases))
     return fields

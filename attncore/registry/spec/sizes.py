@@ -87,3 +87,18 @@ def divisors_within(sizes: Sizes, whole: int) -> list[int]:
 def smallest(sizes: Sizes) -> int:
     """The smallest size accepted."""
     return sizes.base if isinstance(sizes, MultipleOf) else min(sizes)
+
+
+def smallest_from(sizes: Sizes, least: int) -> int | None:
+    """The smallest size accepted that is ``least`` or more; None where there is none."""
+    if isinstance(sizes, MultipleOf):
+        size = -(-least // sizes.base) * sizes.base
+        return size if size in sizes else None
+    return min((size for size in sizes if size >= least), default=None)
+
+
+def largest_to(sizes: Sizes, most: int) -> int | None:
+    """The largest size accepted that is ``most`` or less; None where there is none."""
+    if isinstance(sizes, MultipleOf):
+        return min(most, sizes.maximum or most) // sizes.base * sizes.base or None
+    return max((size for size in sizes if size <= most), default=None)

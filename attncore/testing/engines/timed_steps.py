@@ -10,6 +10,7 @@ import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.json_lines.list_builder import Batch
+from attncore.registry.spec.sizes import as_sizes, largest_to
 from attncore.show import counted
 from attncore.testing.engines.saved_steps import read_steps
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
@@ -162,11 +163,13 @@ class Timed:
 
 
 def _declared_heads(subject: Subject, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request, with heads of another size where its own is not declared, and with more key/value heads where it has
-    those of REQUEST, in groups larger than declared.
+    """The request, with heads of another size where its own is not declared, or holds no values, and with more
+    key/value heads where it has those of REQUEST, in groups larger than declared.
     """
     form, size = subject.form, request["head_size"]
-    found = {**request, "head_size": size if size in form.head_sizes else subject.request().head_size}
+    of_values = form.head_size_v if form.mla_only else None
+    fits = size in form.head_sizes and (of_values is None or largest_to(as_sizes("", of_values), size) is not None)
+    found = {**request, "head_size": size if fits else subject.request().head_size}
     heads, kv_heads, most = REQUEST["num_heads"], REQUEST["num_kv_heads"], form.max_group_size
     if most and (request["num_heads"], request["num_kv_heads"]) == (heads, kv_heads):
         counts = (count for count in range(kv_heads, heads + 1) if not heads % count)

@@ -325,16 +325,21 @@ def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:
         found["phase"] = next(iter(form.phases))
     found.update(changes)
     if form.mla_only or found.get("use_mla"):
-        _make_latent(form, found)
+        _make_latent(form, found, any_size="head_size" not in changes)
     return found
 
 
-def _make_latent(form: BackendSpec, request: dict[str, Any]) -> None:
-    """One latent head, values smaller than its rows where the form has such."""
-    size, most = request["head_size"], form.max_group_size or request["num_heads"]
+def _make_latent(form: BackendSpec, request: dict[str, Any], *, any_size: bool) -> None:
+    """One latent head, values smaller than its rows where the form has such; with ``any_size`` rows that hold some."""
+    most = form.max_group_size or request["num_heads"]
     request.update(use_mla=True, num_kv_heads=1, num_heads=min(request["num_heads"], most))
     if "head_size_v" not in request and form.head_size_v is not None:
-        values = [value for value in range(size - 1, 0, -1) if value in form.head_size_v]
+        rows, of_values = sizes.as_sizes("", form.head_sizes), sizes.as_sizes("", form.head_size_v)
+        if any_size and sizes.largest_to(of_values, request["head_size"]) is None:
+            least = sizes.smallest(of_values)
+            larger = sizes.smallest_from(rows, least + 1) or sizes.smallest_from(rows, least)
+            request["head_size"] = larger or request["head_size"]
+        values = [value for value in range(request["head_size"] - 1, 0, -1) if value in of_values]
         request["head_size_v"] = next((value for value in values if value % 8 == 0), values[0] if values else None)
 
 
