@@ -182,7 +182,7 @@ def _fields(args: argparse.Namespace, host: Host) -> dict[str, Any]:
     ]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.config:
-        return {**_fields_of_config(args), **given}
+        return {**_fields_of_config(args, given), **given}
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: only with --config; --num-heads are those of one rank already")
     if "use_mla" in given:
@@ -195,13 +195,13 @@ def _fields(args: argparse.Namespace, host: Host) -> dict[str, Any]:
     return fields
 
 
-def _fields_of_config(args: argparse.Namespace) -> dict[str, Any]:
+def _fields_of_config(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     try:
         config = read_config(args.config)
     except ValueError as error:
         raise UsageError(f"--config: {error}") from None
     try:
-        return request_fields(config, tensor_parallel=args.tensor_parallel, head_size=args.head_size)
+        return request_fields(config, tensor_parallel=args.tensor_parallel, given=given)
     except ValueError as error:
         if not str(error).startswith("config: "):
             raise

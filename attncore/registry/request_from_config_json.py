@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attncore.arguments import integer, positive_integer
@@ -41,6 +42,14 @@ _GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
 """ChatGLM's: without the first, the second says nothing."""
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _WINDOWS = ("sliding_window", "sliding_window_size")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_OF_CLASSES: Mapping[str, Mapping[str, Any]] = {
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "attn_logit_softcapping": 50.0, "sliding_window": 4096},
+    "gemma3_text": {"head_dim": 256, "sliding_window": 4096},
+}
+"""What a ``text_config`` leaves out where it is what the class has anyway, as transformers wrote it before version 5,
+and what would else be taken for another number, or for nothing."""
 _PARTS_OF_PALIGEMMA = ("gemma", "gemma2")
 _READ = (
     *_NAMES.values(),
@@ -100,13 +109,14 @@ def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
 
 
 def request_fields(
-    config: Mapping[str, Any], *, tensor_parallel: int = 1, head_size: int | None = None
+    config: Mapping[str, Any], *, tensor_parallel: int = 1, given: Mapping[str, Any] = _NOTHING
 ) -> dict[str, Any]:
     """The fields of a request for one of ``tensor_parallel`` ranks; ValueError that names the missing,
     misspelt or odd entry.
 
-    A model whose layers have heads of several sizes is refused unless ``head_size``, what the caller asks for in place
-    of the model's, says which layers are meant: a backend that has one of the sizes may have no other.
+    ``given`` are fields that the caller asks for in place of the model's: what the configuration says of these, or
+    leaves out, is no matter. A model whose layers have heads of several sizes is refused unless ``head_size`` is one of
+    them, which says which layers are meant: a backend that has one of the sizes may have no other.
 
     A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
     ranks, and repeated where there are fewer of them than ranks; one of both numbers divides the other.
@@ -119,39 +129,53 @@ def request_fields(
         raise ValueError(f"config: {without}")
     _check_kind(config)
     _check_spelling(config)
-    if (counted := _optional(config, *_NAMES["num_heads"])) is None:
-        raise ValueError(
-            f"config: {_NAMES['num_heads'][0]} is missing; a model that has no attention needs no attention backend"
-        )
-    heads = counted
-    if heads % tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel: {tensor_parallel} does not divide the model's number of heads, {quoted(heads)}"
-        )
+    config = {**_of_class(config), **config}
+    heads = _heads(config, tensor_parallel, given)
     latent = _optional(config, "kv_lora_rank")
-    fields: dict[str, Any] = {
-        "num_heads": heads // tensor_parallel,
-        "num_kv_heads": _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
-        "head_size": 0 if latent else _head_size(config, heads),
-        "dtype": _dtype(config),
-        "max_model_len": _optional(config, *_NAMES["max_model_len"]),
-        "sliding_window": _window(config),
-        "logits_soft_cap": config.get("attn_logit_softcapping"),
-        "alibi": _alibi(config, tensor_parallel),
-        "sinks": config.get("model_type") in _SINK_MODELS,
+    said: dict[str, Callable[[], Any]] = {
+        "num_heads": lambda: heads // tensor_parallel,
+        "num_kv_heads": lambda: _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
+        "head_size": lambda: 0 if latent else _head_size(config, _optional(config, *_NAMES["num_heads"]) or heads),
+        "dtype": lambda: _dtype(config),
+        "max_model_len": lambda: _optional(config, *_NAMES["max_model_len"]),
+        "sliding_window": lambda: _window(config),
+        "logits_soft_cap": lambda: config.get("attn_logit_softcapping"),
+        "alibi": lambda: _alibi(config, tensor_parallel),
+        "sinks": lambda: config.get("model_type") in _SINK_MODELS,
     }
+    fields = {name: of_model() for name, of_model in said.items() if name not in given}
     if latent:  # one latent head holds keys and, as a part of them, values
         rope = 0 if config.get("qk_rope_head_dim") == 0 else _optional(config, "qk_rope_head_dim") or 0
         fields.update(use_mla=True, num_kv_heads=1, head_size=latent + rope, head_size_v=latent)
-    elif (of_values := _optional(config, "v_head_dim")) != fields["head_size"]:
+    elif (of_values := _optional(config, "v_head_dim")) != fields.get("head_size"):
         fields["head_size_v"] = of_values
-    if not latent and head_size is None:
+    if not latent and "head_size" not in given:
         _check_head_sizes(config, fields["head_size"])
     if _is_encoder(config):
         fields["features"] = ("encoder",)
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def _of_class(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the class of a model has where its configuration says nothing of it."""
+    kind = config.get("model_type")
+    return _OF_CLASSES.get(kind, _NOTHING) if isinstance(kind, str) else _NOTHING
+
+
+def _heads(config: Mapping[str, Any], ranks: int, given: Mapping[str, Any]) -> int:
+    """Query heads of the model; those that are ``given`` are of one rank."""
+    if "num_heads" in given:
+        return max(1, int(given["num_heads"])) * ranks
+    if (heads := _optional(config, *_NAMES["num_heads"])) is None:
+        raise ValueError(
+            f"config: {_NAMES['num_heads'][0]} is missing; where it is left out as what the model's class has anyway, "
+            "ask for it (--num-heads); a model that has no attention needs no attention backend"
+        )
+    if heads % ranks:
+        raise ValueError(f"tensor_parallel: {ranks} does not divide the model's number of heads, {quoted(heads)}")
+    return heads
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

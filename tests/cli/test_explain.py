@@ -113,6 +113,9 @@ def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
     assert json.loads(out)["request"] == {"num_heads": 8, "num_kv_heads": 1, "head_size": 64, "dtype": "bfloat16"}
     _, out, _ = ask(capsys, "--assume", "sm_90", "--config", str(tmp_path), "--dtype", "float16", "--json")
     assert json.loads(out)["request"]["dtype"] == "float16"
+    path.write_text(json.dumps({"text_config": {"model_type": "llama"}}))
+    code, out, _ = ask(capsys, "--config", str(path), "--num-heads", "8", "--head-size", "64", "--json")
+    assert (code, json.loads(out)["request"]["num_kv_heads"]) == (0, 8), "what the model does not state"
 
 
 @pytest.mark.parametrize(

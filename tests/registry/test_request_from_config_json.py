@@ -58,6 +58,41 @@ def test_what_configs_say_in_their_ways(more, name, value):
     assert fields(**more).get(name) == value
 
 
+def test_what_is_asked_for_is_not_looked_for():
+    """As of models whose published ``text_config`` leaves out what their classes have (LLaVA 1.5, Gemma 3 of 4B)."""
+    part = {"text_config": {"model_type": "llama", "torch_dtype": "float8_e4m3fn", "sliding_window": [1]}}
+    with pytest.raises(ValueError, match=r"^config: num_attention_heads is missing; .* ask for it \(--num-heads\)"):
+        request_fields(part)
+    given = {"num_heads": 32, "head_size": 128, "dtype": "float16", "sliding_window": 8}
+    assert request_fields(part, given=given) == {"num_kv_heads": 32}
+    assert request_fields({**LLAMA, "hidden_size": 100}, tensor_parallel=3, given={**given, "num_kv_heads": 8}) == {
+        "max_model_len": 8192
+    }
+    found = request_fields({"n_head": 12, "n_embd": 768}, given={"num_heads": 6})
+    assert (found["num_kv_heads"], found["head_size"]) == (6, 64), "heads of a rank are as large as the model's"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gemma3_text", {"hidden_size": 3840, "sliding_window": 1024}),
+        ("gemma2", {"hidden_size": 3584, "sliding_window": 4096, "logits_soft_cap": 50.0}),
+    ],
+)
+def test_what_a_class_has_is_not_made_of_other_entries(kind, fields):
+    """Gemma 3 of 12B, PaliGemma 2 of 10B: heads of 256, whatever the width over their number is."""
+    text = {
+        "model_type": kind,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "hidden_size": fields["hidden_size"],
+    }
+    found = request_fields({"text_config": text | ({"sliding_window": 1024} if kind == "gemma3_text" else {})})
+    wanted = {"num_heads": 16, "num_kv_heads": 8, "head_size": 256, "dtype": "bfloat16", **fields}
+    assert found == {name: value for name, value in wanted.items() if name != "hidden_size"}
+    assert "logits_soft_cap" not in request_fields({"text_config": {**text, "attn_logit_softcapping": None}})
+
+
 def test_latent_attention():
     found = fields(kv_lora_rank=512, qk_rope_head_dim=64)
     assert (found["use_mla"], found["num_kv_heads"], found["head_size"], found["head_size_v"]) == (True, 1, 576, 512)
@@ -166,7 +201,7 @@ def test_heads_of_several_sizes_are_asked_for_one_by_one(entry, name):
     config = {**LLAMA, "head_dim": 256, **entry}
     with pytest.raises(ValueError, match=rf"^config: {name}: 512, but heads of other layers have a size of 256, .*"):
         request_fields(config)
-    assert request_fields(config, head_size=512)["num_heads"] == 32
+    assert request_fields(config, given={"head_size": 512})["num_heads"] == 32
     assert request_fields({**config, "head_dim": 512})["head_size"] == 512
 
 
@@ -301,7 +336,7 @@ def test_a_model_without_attention_is_told(kind):
 
 
 def test_without_heads_it_is_said_that_some_models_have_none():
-    with pytest.raises(ValueError, match="num_attention_heads is missing; a model that has no attention needs no"):
+    with pytest.raises(ValueError, match=r"num_attention_heads is missing; .*; a model that has no attention needs no"):
         request_fields({"model_type": "resnet", "hidden_sizes": [64, 128]})
 
 
