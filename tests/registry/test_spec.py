@@ -104,6 +104,12 @@ def test_nonsense_is_refused_by_the_name_of_its_field(field, value, text):
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.parametrize("facts", [{}, {"use_mla": True, "mla_only": True, "head_size_v": {512}}])
+def test_some_head_size_can_be_asked_for(facts):
+    with pytest.raises(ValueError, match=r"^head_sizes: 1099511627776 is the smallest, and sizes .* fit int32"):
+        spec(head_sizes={2**40} | ({64} if facts else set()), **facts)
+
+
 def test_values_of_latent_rows_fit_into_some_row():
     latent = {"use_mla": True, "mla_only": True, "head_size_v": {512}}
     with pytest.raises(ValueError, match=r"^head_size_v: 512, but with mla_only values are the first columns of a row"):

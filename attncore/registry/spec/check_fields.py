@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from attncore.arguments import UNREADABLE, integer_or_none
+from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME, VARIABLES, variable_prefix
 from attncore.frozen_map import FrozenMap
@@ -67,7 +67,10 @@ def _contradictions(values: Values) -> Iterable[str]:
     if values["mla_only"] and not values["use_mla"]:
         yield "mla_only: True, but use_mla is False"
     heads, of_values = values["head_sizes"], values["head_size_v"]
-    if values["mla_only"] and of_values is not None and smallest_from(heads, smallest(of_values)) is None:
+    size = smallest_from(heads, smallest(of_values) if values["mla_only"] and of_values is not None else 1)
+    if size is not None and size > INT32_MAX:
+        yield f"head_sizes: {quoted(size)} is the smallest, and sizes that a request asks for fit int32"
+    if size is None:
         yield (
             f"head_size_v: {describe(of_values)}, but with mla_only values are the first columns of a row of "
             f"head_sizes, {describe(heads)}, none of which is as large"
