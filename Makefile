@@ -24,6 +24,15 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # tests/numba_call.py has numba compile its functions; both cores then share the rest.
 JOBS ?= 2
 
+# The scripts of an environment name the folder that it was made in.
+ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)
+ifneq ($(wildcard $(BIN)/activate),)
+ifneq ($(shell $(BIN)/pip --version >/dev/null 2>&1; echo $$?),0)
+$(error $(VENV) cannot run its pip, as where the checkout was moved since: run make clean, then make $(MAKECMDGOALS))
+endif
+endif
+endif
+
 .PHONY: help demo docs test test-all test-engines test-vllm test-sglang test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
 	with-rev resolve api-check release-check test-newest clean
 
@@ -52,13 +61,14 @@ help:
 	@echo "make resolve        resolve requirements/ as from an ordinary package index"
 	@echo "make clean          remove the environments and everything that was built"
 
-$(BIN)/python:
+# What venv writes last: it is not there where it was interrupted.
+$(BIN)/activate:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "attncore needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1). Say which: make demo PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp for each set of requirements/; a set includes those that it is built on. torch comes first, as TORCH says.
-$(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/python
+$(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/activate
 	@echo "installing torch: several GB from an ordinary index, unless TORCH_INDEX=URL says where a CPU build is"
 	$(PIP) $(INSTALL_TORCH)
 	$(PIP) install -q -r requirements/demo.txt

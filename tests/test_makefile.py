@@ -42,8 +42,30 @@ def test_a_part_of_the_benchmarks_is_named_as_for_a_comparison(words, given):
     assert " ".join(shown.split()) == f".venv/bin/python benchmarks/run.py{given}"
 
 
+def test_an_environment_that_venv_did_not_finish_is_made_again(tmp_path):
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    assert "python3 -m venv .venv\n" in run_make("-n", ".venv/bin/activate", cwd=tmp_path).stdout
+
+
+def test_of_an_environment_that_was_made_elsewhere_it_is_said_what_to_do(tmp_path):
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    assert "was moved since: run make clean, then make demo" in run_make("-n", "demo", cwd=tmp_path).stderr
+    assert "rm -rf .venv " in run_make("-n", "clean", cwd=tmp_path).stdout
+
+
 def said_by_make(*words):
-    """Standard output of make, as where no other make has started it."""
+    """Standard output of make."""
+    done = run_make(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_make(*words, cwd=ROOT):
+    """make, as where no other make has started it."""
     environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     command = ["make", "--no-print-directory", *words]
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
