@@ -101,9 +101,8 @@ def main() -> None:
         call = Call(8192, 0, heads, kv_heads, size, window)
         pairs = [(milliseconds(call, False), milliseconds(call, True)) for _ in range(3)]
         left, masked = (statistics.median(one) for one in zip(*pairs, strict=True))
-        print(
-            f"{heads} heads over {kv_heads} of {size}, window {window}: {left:.3f} ms, masked {masked / left:.3f} of it"
-        )
+        what = f"num_heads {heads} over {kv_heads}, size {size}, window {window}"
+        print(f"{what}: {left:.3f} ms, all tiles masked {masked / left:.3f} of it")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_a_cascade_reads_no_query_beyond_those_that_are_given(generation: str, m
     before, of_another = cache.clone(), backend.cascade(builder.build({0: 3, 1: 3}), rule)
     metadata = builder.build({0: 1, 1: 1})
     cascade = backend.cascade(metadata, rule)
-    with pytest.raises(ValueError, match=r"^cascade: of 6 tokens; the metadata has 2"):
+    with pytest.raises(ValueError, match=r"^cascade: num_tokens 6 found; the metadata has 2"):
         layer.forward_cascade(query, key, key, cache, metadata, of_another)
     with pytest.raises(ValueError, match=r"^query: shape \(1, .*; the metadata has 2"):
         layer.forward_cascade(query[:1], key, key, cache, metadata, cascade)

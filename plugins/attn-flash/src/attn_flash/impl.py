@@ -142,7 +142,7 @@ class FlashImpl(AttentionImpl):
         self.check_order(query, metadata)
         check_tokens(metadata.num_tokens, query=query)
         if cascade.suffix.stop > metadata.num_tokens:
-            raise ValueError(f"cascade: of {cascade.suffix.stop} tokens; the metadata has {metadata.num_tokens}")
+            raise ValueError(f"cascade: num_tokens {cascade.suffix.stop} found; the metadata has {metadata.num_tokens}")
         caches = self._views_of_cache(kv_cache)
         if write:
             self._write(key, key if self.values_in_keys else value, metadata.slot_mapping)
