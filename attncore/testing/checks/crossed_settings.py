@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_batches import run_around_a_block
@@ -52,14 +53,16 @@ def test_long_contexts_with_a_feature(attncore_subject: Subject, feature: str) -
 @covers("long contexts")
 @pytest.mark.parametrize("head_size", LARGE_HEADS)
 def test_long_contexts_with_large_heads(attncore_subject: Subject, head_size: int) -> None:
-    """Of larger heads a kernel reads other keys at a time, and splits them elsewhere: without features, with all."""
+    """Of larger heads a kernel reads other keys at a time, and splits them elsewhere: by every method, and by
+    ``forward`` with all features.
+    """
     attncore_subject.require_phase("prefill", "decode")
     if attncore_subject.form.mla_only or head_size not in attncore_subject.form.head_sizes:
         raise UnsupportedError(f"its spec does not declare heads of {head_size}")
     backend = attncore_subject.backend(head_size=head_size)
-    run_long_contexts(backend)
-    if features := in_one_layer(features_of(backend), LONG_FEATURES):
-        run_long_contexts(backend, LONGEST, **features)
+    if head_size == LARGE_HEADS[0]:
+        run_long_contexts(backend)
+    run_long_contexts(backend, LONGEST, make=Engine, **in_one_layer(features_of(backend), LONG_FEATURES))
 
 
 @covers("dtype {dtype}")

@@ -53,6 +53,7 @@ MODULES = {
         partial(prefill, BF16, BF16, 128, cap=True),
         partial(prefill, BF16, BF16, 128, window=True, cap=True),
         partial(prefill, BF16, BF16, 256),
+        partial(prefill, BF16, BF16, 256, window=True, cap=True),
         gen_cascade_module,
         partial(decode, BF16, BF16, 64),
         partial(decode, BF16, BF16, 64, window=True),

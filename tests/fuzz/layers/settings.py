@@ -34,9 +34,8 @@ class Sizes:
     heads: tuple[tuple[int, int], ...] = ((4, 2), (4, 4), (4, 1), (2, 2), (6, 2), (1, 1), (8, 1), (5, 5), (10, 2))
     """Of queries, and of keys and values."""
     longer: tuple[int, ...] = (150, 300)
-    """Lengths of a model that are drawn sometimes,"""
+    """Lengths of a model that are drawn sometimes, with ``long_windows`` beside ``windows``."""
     long_windows: tuple[int, ...] = (17, 64, 100, 1000)
-    """with windows to match."""
 
 
 class Layer(NamedTuple):

@@ -164,6 +164,9 @@ def engine_facts(monkeypatch):
         vars(module).update(given)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     name = "attncore.integrations.sglang.engine_facts"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    package = importlib.import_module("attncore.integrations.sglang")
+    monkeypatch.setattr(package, "engine_facts", None, raising=False)  # no other test finds this one's there
     yield importlib.import_module(name)
     del sys.modules[name]
 

@@ -40,8 +40,8 @@ class Library(NamedTuple):
     before_cap: tuple[Any, ...]
     """Between the window and the soft cap."""
     last: Callable[[Tensor | None, Tensor | None], tuple[Any, ...]]
-    """Behind the others of ``forward``, for a layer's sinks, and for ends of ``_before_all`` where every tile is to be
-    masked; empty of a library that takes neither.
+    """Behind the others of ``forward``: for a layer's sinks, and for where rows are said to end, which masks every tile
+    (``_before_all``). Empty of a library that takes neither.
     """
 
 
@@ -78,7 +78,7 @@ class StepArguments:
     def __init__(self, given: tuple[Any, ...], ends: Tensor | None = None) -> None:
         self.given = given
         self.ends = ends
-        """Of ``_before_all``, one a row; None where a row has one query at most, whose later keys no tile holds."""
+        """Of ``_before_all``, one a row; None where rows have one query at most: no key stands behind it."""
         self._shared: dict[int, Tensor | None] = {}
         """The layers of this run, by their ids, and the schedules, by kinds of layers: numbers below 0."""
 
@@ -204,9 +204,9 @@ class Layer:
         return call
 
     def _last_of(self, arguments: StepArguments) -> tuple[Any, ...]:
-        """The last arguments of a call. vLLM's build leaves keys behind a query unmasked in some tiles of a layer with
-        a window: every tile is masked where no row seems to reach it. A window of all keys is none to the kernel,
-        which then would find no key (docs/design/flash-attention-3.md).
+        """The last arguments of a call. Left alone, vLLM's build does not mask some keys behind a query in layers with
+        a window; told that rows end before every key, it masks all tiles. Where the window holds all keys the kernel
+        has none, and would then read no key (docs/design/flash-attention-3.md).
         """
         left = self._window[1]
         if left < 0 or arguments.ends is None or left >= arguments.given[6] - 1:
