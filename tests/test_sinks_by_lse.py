@@ -1,6 +1,7 @@
 """Sinks that are added to attention without: beside dense attention that has them."""
 
 import math
+import re
 
 import pytest
 
@@ -114,3 +115,22 @@ def test_what_is_no_tensor_is_refused():
     for sinks in (torch.zeros(6, dtype=torch.bfloat16), torch.zeros(2, 3), torch.zeros(12)[::2]):
         with pytest.raises(ValueError, match=r"^sinks: .* give float32"):
             SinksByLse(sinks)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(4, 256), (10, 64), (64, 64)])
+def test_the_kernel_reads_all_logarithms_before_it_writes_one(heads, size):
+    """Several threads of a program take a logarithm, in two places of the code: a barrier keeps writers behind them."""
+    compiler = pytest.importorskip("triton.compiler", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from attncore.ops.sinks_by_lse_triton import scale_by_sinks
+
+    tensors = {"output": "*bf16", "lse": "*fp32", "sinks": "*fp32"}
+    numbers = dict.fromkeys(("num_tokens", "output_token", "output_head", "lse_token", "lse_head"), "i32")
+    fixed = {"base2": True, "heads": heads, "size": size, "heads_up": 1 << (heads - 1).bit_length(), "size_up": size}
+    signature = {name: (tensors | numbers).get(name, "constexpr") for name in scale_by_sinks.arg_names}
+    source = compiler.ASTSource(scale_by_sinks, signature, fixed)
+    ptx = compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    order = re.findall(r"\b(ld|st)\.global|\b(bar)\.sync", ptx)
+    kinds = "".join({"ld": "l", "st": "s", "bar": "b"}[first or second] for first, second in order)
+    assert re.fullmatch(r"[lb]*b+s+", kinds), kinds

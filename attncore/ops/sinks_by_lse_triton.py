@@ -32,12 +32,13 @@ def scale_by_sinks(  # type: ignore[no-untyped-def]
         of_keys = tl.where(has_keys, tl.exp2(total - peak), 0.0)
         both = of_keys + tl.exp2(sink - peak)
         share = of_keys / both
-        tl.store(place, (peak + tl.log2(both)) / unit, mask=is_head)
         column = tl.arange(0, size_up)
         inside = is_head[:, None] & (column[None, :] < size)
         numbers = output + token * output_token + head[:, None] * output_head + column[None, :]
         scaled = tl.load(numbers, mask=inside, other=0.0).to(tl.float32) * share[:, None]
         scaled = tl.where(share[:, None] == 0.0, 0.0, scaled)
+        tl.debug_barrier()  # several threads read a logarithm: none is written before all have read
+        tl.store(place, (peak + tl.log2(both)) / unit, mask=is_head)
         tl.store(numbers, scaled.to(output.dtype.element_ty), mask=inside)
 
 
