@@ -226,11 +226,11 @@ class GraphTransport(CopyTransport):
         self.pending = -1
         if self._sender.published == step:
             torch.cuda.synchronize()
-            self._sender.withdraw(step)
             if self._seen[0] == step:
                 self._state[:1].fill_(step - 1)
                 torch.cuda.synchronize()
                 self._seen[0] = step - 1
+            self._sender.withdraw(step)  # last: where an interrupt comes before it, all of this is done again
 
     def _may_have_arrived(self, step: int) -> bool:
         return bool(self._sender.published == step)
