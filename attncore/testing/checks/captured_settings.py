@@ -132,7 +132,7 @@ def _some_of(backend: AttentionBackend) -> Collection[str]:
 
 def _run_both(subject: Subject, what: str, cache: Any = None, **changes: Any) -> None:
     require_captured(subject, 1)
-    backend = subject.backend(**changes)
+    backend = subject.backend(**changes) if cache is None else subject.another(**changes)
     declared, given = features_of(backend), {} if cache is None else {"cache": cache}
     with named(what):
         _run(backend, given, given)

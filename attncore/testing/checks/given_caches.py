@@ -45,7 +45,7 @@ def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: s
     refused where that holds more than the pair."""
     attncore_subject.require("strided_kv_cache")
     attncore_subject.require_phase("decode")
-    backend = attncore_subject.backend(strided_kv_cache=True)
+    backend = attncore_subject.another(strided_kv_cache=True)  # it allocates a cache smaller than other tests give
     run_with_a_copied_block(backend, cache=pair_of_views(form))
     engine = Engine(backend, cache=pair_of_views(form))
     engine.add("a", engine.block_size + 1)
