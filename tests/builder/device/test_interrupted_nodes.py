@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(load_kernels().IMPLEMENTATION != "cython", reaso
 
 
 def test_the_device_reads_the_step_behind_one_whose_taking_back_was_interrupted(monkeypatch):
-    """The nodes of an interrupted build have run: they are told of it in several steps, any of which may be the last."""
+    """The nodes of an interrupted build have run: they are told so in several steps, any of which may be the last."""
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3] / "benchmarks"), *sys.path])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     from gpu_work import Backend
