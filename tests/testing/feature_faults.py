@@ -229,4 +229,18 @@ return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
     ),
+    Fault(
+        "keys_of_the_first_layer_kept_with_the_step",
+        "test_layers_that_differ_in_every_declared_feature",
+        "it is as if the keys were those of layer 0's cache",
+        forward(
+            """
+if kv_cache is None or metadata.from_groups or not write:
+    return whole(query, key, value, kv_cache, metadata, output)
+self.write_cache(key, value, kv_cache, metadata)
+kept = metadata.kept.setdefault("cache", kv_cache)
+return super(Impl, self).forward(query, None, None, kept, metadata, output, write=False)
+"""
+        ),
+    ),
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.random_tensors import RandomTensors
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import ConformanceError, told
 
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
 class Layers:
     """Runs steps of a model whose layers differ: ``features`` has the arguments of ``backend.impl`` for each.
 
-    The first engine's builder builds the steps; the others hold the same requests in the same blocks.
+    The first engine's builder builds the steps; the others hold the same requests in the same blocks. Each layer has
+    queries, keys and values of its own: what one makes of a cache and keeps with the step is not another's.
     """
 
     def __init__(self, backend: AttentionBackend, features: Sequence[Mapping[str, Any]]) -> None:
@@ -26,9 +30,11 @@ class Layers:
         backend.forget_layers()  # each engine forgets the layers of those before it
         for number, engine in enumerate(self.engines):
             engine.impl = backend.impl(f"layers.{number}", **engine.features)
-            engine.siblings = [
-                (f"layer {other}", layer.features) for other, layer in enumerate(self.engines) if other != number
-            ]
+            random = np.random.default_rng(number)
+            engine.drawn = RandomTensors(engine.config, engine.features, random, number, on_grid=engine.grid)
+            others = [(f"layer {other}", layer) for other, layer in enumerate(self.engines) if other != number]
+            engine.siblings = [(name, layer.features) for name, layer in others]
+            engine.suspects = [(f"the keys were those of {name}'s cache", layer.history) for name, layer in others[:number]]
 
     def add(self, name: Hashable, tokens: int) -> None:
         """Add a request with blocks for ``tokens`` tokens."""
