@@ -102,6 +102,20 @@ return whole(query, key, value, kv_cache, changed(metadata, seq_lens=lens), outp
 """),
     ),
     Fault(
+        "positions_taken_for_places_among_the_keys",
+        "test_chunked_local_attention",
+        "; it is as if a token saw the keys behind it, too, in all chunks but a request's first",
+        forward("""
+from attncore.dense import dense_attention
+answer, host = whole(query, key, value, kv_cache, metadata, output), metadata.host
+for row, (first, last) in enumerate(zip(host.query_start_loc, host.query_start_loc[1:])):
+    if first < last and host.positions[first] > host.context_lens[row]:
+        keys, values = (part[host.block_table[row]].flatten(0, 1)[: host.seq_lens[row]] for part in kv_cache)
+        answer[first:last] = dense_attention(query[first:last], keys, values, scale=self.scale, causal=False)
+return answer
+"""),
+    ),
+    Fault(
         "writes_in_an_empty_step",
         "test_captured_sizes_over_changing_batches[1]",
         "or a token of padding, writes nothing",

@@ -13,6 +13,7 @@ from attncore.builder import CommonAttentionMetadata, slice_by_requests, slice_m
 from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.compare import check_output
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.local_engine import LocalEngine
 from attncore.testing.engines.reading_engine import by_every_method
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
@@ -25,6 +26,7 @@ __all__ = [
     "test_a_prefix_shared_by_two_requests",
     "test_block_ids_at_the_end_of_the_pool",
     "test_block_ids_beyond_16_bits",
+    "test_chunked_local_attention",
     "test_chunked_prefill",
     "test_decode",
     "test_grouped_heads",
@@ -101,6 +103,22 @@ def _views(step: CommonAttentionMetadata) -> list[Any]:
 
 def _slices(step: CommonAttentionMetadata) -> list[Any]:
     return [slice_metadata(step, one) for one in slice_by_requests(step.query_lens.tolist(), 3)]
+
+
+@covers("mixed batches")
+def test_chunked_local_attention(attncore_subject: Subject) -> None:
+    """Steps of which ``local_attention_metadata`` makes a row for each chunk: a row's keys begin with those of its
+    chunk, its tokens keep their positions in the request, and several rows are of one request."""
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    engine = LocalEngine(backend, chunk_size=2 * size)
+    prompts = {"a": 4 * size + 1, "b": 2 * size, "c": 1, "d": 2 * size - 1}
+    for name, tokens in prompts.items():
+        engine.add(name, tokens + size + 5)
+    engine.step(prompts)
+    engine.step({"a": size + 3, "b": 1, "c": 3, "d": 2})
+    engine.step(dict.fromkeys(prompts, 1))
 
 
 @covers("lengths around a block")

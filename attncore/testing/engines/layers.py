@@ -32,9 +32,9 @@ class Layers:
             engine.impl = backend.impl(f"layers.{number}", **engine.features)
             random = np.random.default_rng(number)
             engine.drawn = RandomTensors(engine.config, engine.features, random, number, on_grid=engine.grid)
-            others = [(f"layer {other}", layer) for other, layer in enumerate(self.engines) if other != number]
-            engine.siblings = [(name, layer.features) for name, layer in others]
-            engine.suspects = [(f"the keys were those of {name}'s cache", layer.history) for name, layer in others[:number]]
+            layers = [(f"layer {other}", layer) for other, layer in enumerate(self.engines)]
+            engine.siblings = [(name, layer.features) for name, layer in layers if layer is not engine]
+            engine.suspects = [(f"the keys were those of {name}'s cache", one.history) for name, one in layers[:number]]
 
     def add(self, name: Hashable, tokens: int) -> None:
         """Add a request with blocks for ``tokens`` tokens."""
