@@ -5,6 +5,7 @@ from testing.faulty_backend import Fault, forward
 ENCODER = "features={'encoder', 'sliding_window'}"
 CROSS = "features={'encoder_decoder', 'sinks'}"
 LATENT = "use_mla=True, head_size_v=MultipleOf(4)"
+USUAL_SCALE = "scale=backend.config.head_size**-0.5"
 
 
 def scoring(kind: str, change: str) -> str:
@@ -39,6 +40,20 @@ ENCODER_FAULTS = (
         "sliding_window 6",
         scoring("encoder", "sliding_window=None"),
         ENCODER,
+    ),
+    Fault(
+        "encoder_with_the_usual_scale",
+        "test_an_encoder_over_random_rows[encoder]",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        scoring("encoder", USUAL_SCALE),
+        ENCODER,
+    ),
+    Fault(
+        "cross_layer_with_the_usual_scale",
+        "test_cross_attention_of_the_persistent_builder",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        scoring("encoder_decoder", USUAL_SCALE),
+        CROSS,
     ),
     Fault(
         "encoder_that_mixes_rows",

@@ -6,7 +6,37 @@ LATENT = "use_mla=True, head_size_v=MultipleOf(4)"
 CAPTURED = "test_latent_captured_sizes_over_changing_"
 FP8 = LATENT + ", kv_cache_dtypes={'auto', 'fp8_e4m3'}, features={'kv_scales', 'kv_scales_on_device'}"
 
+
+def scoring(change: str) -> str:
+    """Layers over latent caches whose scores are made otherwise."""
+    return f"""
+from dataclasses import replace
+def init(self, backend, layer_name, **features):
+    super(Impl, self).__init__(backend, layer_name, **features)
+    if backend.config.use_mla:
+        self._scoring = replace(self._scoring, {change})
+Impl.__init__ = init
+"""
+
+
 LATENT_FAULTS = (
+    Fault(
+        "latent_with_the_usual_scale",
+        "test_latent_attention_over_random_batches",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        scoring("scale=backend.config.head_size**-0.5"),
+        LATENT,
+    ),
+    *(
+        Fault(
+            f"latent_without_its_{name}",
+            f"test_latent_attention_with_a_feature[{name}]",
+            "it is as if the layer had no",
+            scoring(f"{name}=None"),
+            LATENT,
+        )
+        for name in ("sliding_window", "logits_soft_cap", "sinks")
+    ),
     Fault(
         "latent_and_wrong_after_4000_tokens",
         "test_latent_attention_over_long_contexts",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
-from attncore.testing.harness.declared_samples import FEATURES, in_one_layer
+from attncore.testing.harness.declared_samples import FEATURES, SCALES, in_one_layer
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -30,12 +30,14 @@ LONG_ROWS = [1, 150, 17, 4]
 @covers("encoder")
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_an_encoder_over_random_rows(attncore_subject: Subject, attncore_examples: int, kind: str) -> None:
-    """Every token sees all of its row, and no other; without a cache; tensors may be longer than the metadata."""
+    """Every token sees all of its row, and no other; without a cache; tensors may be longer than the metadata. The
+    scale is the layer's."""
     attncore_subject.require("encoder")
     backend = attncore_subject.backend()
+    scale = SCALES[0] * backend.config.head_size**-0.5
 
     def check(rows: list[int], extra: int, seed: int) -> None:
-        EncoderEngine(backend, kind, seed=seed).encode(rows, extra=extra)
+        EncoderEngine(backend, kind, seed=seed, scale=scale).encode(rows, extra=extra)
 
     rows = st.lists(lengths(backend.config.block_size), min_size=1, max_size=5)
     explore(check, attncore_examples, rows=rows, extra=st.integers(0, 3), seed=st.integers(0, 999))

@@ -26,8 +26,8 @@ from attncore.testing.engines.run_batches import (
 )
 from attncore.testing.engines.run_long_contexts import run_long_contexts
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import require_declared
-from attncore.testing.harness.declared_samples import edges
+from attncore.testing.harness.crossed import features_of, require_declared
+from attncore.testing.harness.declared_samples import FEATURES, SCALES, TOGETHER, edges, of_a_feature
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -37,6 +37,7 @@ __all__ = [
     "test_latent_attention_over_long_contexts",
     "test_latent_attention_over_random_batches",
     "test_latent_attention_reads_only_its_own",
+    "test_latent_attention_with_a_feature",
     "test_latent_blocks_are_copied",
     "test_latent_caches_in_fp8",
     "test_latent_captured_sizes_over_changing_batches",
@@ -78,8 +79,21 @@ def _captured(subject: Subject, tokens: int) -> Subject:
 
 @covers("latent attention")
 def test_latent_attention_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
-    """Mixed batches: every query head reads the one latent row of a token, values are its first columns."""
-    run_drawn_batches(attncore_subject.latent, _latent(attncore_subject), attncore_examples)
+    """Mixed batches: every query head reads the one latent row of a token, values are its first columns. The scale is
+    the layer's: models have that of the heads which the rows stand for, not one over the root of the rows' size."""
+    backend = _latent(attncore_subject)
+    scale = SCALES[0] * backend.config.head_size**-0.5
+    run_drawn_batches(attncore_subject.latent, backend, attncore_examples, scale=scale)
+
+
+@covers("latent attention")
+@pytest.mark.parametrize("feature", [*FEATURES, TOGETHER])
+def test_latent_attention_with_a_feature(attncore_subject: Subject, feature: str) -> None:
+    """Each feature that is declared, and all of them, by every method."""
+    subject = _beside(attncore_subject)
+    backend = subject.backend(use_mla=True)
+    features = of_a_feature(feature, features_of(backend))
+    run_around_a_block(subject, backend, make=EveryMethodEngine, **features)
 
 
 @covers("latent attention")
