@@ -18,6 +18,7 @@ VALUES = "self.backend.config.head_size_v not in (None, self.backend.config.head
 ADOPTED = "type(getattr(metadata, 'builder', None)).__name__ == 'AdoptedSteps'"
 EACH_ITS_KEYS = "self.backend.config.num_heads == self.backend.config.num_kv_heads"
 SCALED = "isinstance(self.v_scale, torch.Tensor) or self.v_scale != 1"
+NO_TABLE = "metadata.from_groups and metadata.block_table.shape[1] == 0"
 GRAPH = "self.attn_type == 'decoder' and metadata.use_cuda_graph"
 
 
@@ -329,5 +330,12 @@ return answer, -lse if {VALUES} else lse
     ),
     crossed(
         "no_scales_in_a_graph", "test_captured_sizes_of_a_scaled_cache", "differs", negates(f"{GRAPH} and ({SCALED})"),
+    ),
+    *(
+        crossed(
+            f"no_{name}_of_prompts_without_a_table", f"test_a_feature_of_the_list_builder[{feature}]",
+            f"it is as if the layer had no {name}", forgets(NO_TABLE, name),
+        )
+        for feature, name in (("logits_soft_cap", "logits_soft_cap"), ("alibi", "alibi_slopes"), ("sinks", "sinks"))
     ),
 )  # fmt: skip

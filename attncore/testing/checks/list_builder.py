@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared_samples import FEATURES, SCALES, TOGETHER, of_a_feature
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
+    "test_a_feature_of_the_list_builder",
     "test_a_profiling_run_of_the_list_builder",
     "test_a_windowed_step_of_the_list_builder",
     "test_plain_prompts_of_the_list_builder",
@@ -74,6 +76,23 @@ def test_a_windowed_step_of_the_list_builder(attncore_subject: Subject, window: 
     engine = Engine(attncore_subject.backend(), sliding_window=window)
     size = engine.block_size
     _mixed(engine, [(0, 2 * size + 3), (0, 1)], [1, size, 2 * size, 3 * size + 1], hit=False)
+
+
+@covers("list builder")
+@pytest.mark.parametrize("feature", [*FEATURES, TOGETHER])
+def test_a_feature_of_the_list_builder(attncore_subject: Subject, feature: str) -> None:
+    """Plain prompts, alone and beside decodes, and chunks, with each feature that is declared and with all of them, and
+    a scale of the layer's own: kernels for the keys of a step are others than those for a cache."""
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend()
+    size, scale = backend.config.block_size, SCALES[0] * backend.config.head_size**-0.5
+    given = of_a_feature(feature, attncore_subject.form.features)
+    for prompts, decodes in (
+        ([(0, 1), (0, 2 * size + 3)], []),
+        ([(0, size + 1)], [1, 2 * size, 3 * size + 1]),
+        ([(size + 1, size + 2), (0, 3)], [size]),
+    ):
+        _mixed(Engine(backend, scale=scale, **given), prompts, decodes, hit=False)
 
 
 @covers("list builder")
