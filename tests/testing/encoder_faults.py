@@ -69,6 +69,22 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
         ENCODER,
     ),
+    *(
+        Fault(
+            f"{kind}_that_reads_the_table_it_finds",
+            f"test_an_encoder_of_the_persistent_builder[{kind}]",
+            "queries over",
+            forward(
+                f"""
+answer = whole(query, key, value, kv_cache, metadata, output)
+has_table = self.attn_type == "{kind}" and bool(metadata.block_table.shape[1]) and not metadata.from_groups
+return answer.zero_() if has_table else answer
+"""
+            ),
+            ENCODER,
+        )
+        for kind in ("encoder", "encoder_only")
+    ),
     Fault(
         "encoder_that_writes",
         "test_an_encoder_writes_no_cache[encoder_only]",

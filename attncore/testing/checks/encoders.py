@@ -18,6 +18,7 @@ from attncore.vocabulary import DTYPES
 __all__ = [
     "test_a_feature_of_an_encoder",
     "test_an_encoder_in_a_dtype",
+    "test_an_encoder_of_the_persistent_builder",
     "test_an_encoder_over_random_rows",
     "test_an_encoder_with_a_value_head",
     "test_an_encoder_writes_no_cache",
@@ -49,6 +50,18 @@ def test_an_encoder_writes_no_cache(attncore_subject: Subject, kind: str) -> Non
     """A cache that is handed over all the same stays as it is."""
     attncore_subject.require("encoder")
     EncoderEngine(attncore_subject.backend(), kind, junk=math.nan).encode([5, 1, 9], cached=True)
+
+
+@covers("encoder")
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_of_the_persistent_builder(attncore_subject: Subject, kind: str) -> None:
+    """Rows have tables and slots there, as layers beside this one need them: none of them is read, nor what lies in the
+    blocks, NaN; with a cache and without."""
+    attncore_subject.require("encoder")
+    backend = attncore_subject.backend()
+    for cached in (False, True):
+        engine = EncoderEngine(backend, kind, junk=math.nan)
+        engine.encode([9, 1, 2 * backend.config.block_size + 1, 4], cached=cached, persistent=True)
 
 
 @covers("encoder")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from attncore.abstract import AttentionType
-from attncore.builder import CommonMetadataBuilder, SequenceGroup
+from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
@@ -19,6 +19,7 @@ from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
+    from attncore.builder import CommonAttentionMetadata
 
 
 class EncoderEngine(Engine):
@@ -30,21 +31,20 @@ class EncoderEngine(Engine):
         super().__init__(backend, attn_type=AttentionType(attn_type), **given)
         self.attn_type = attn_type
 
-    def encode(self, lengths: Sequence[int], *, cached: bool = False, extra: int = 0) -> Tensor:
+    def encode(
+        self, lengths: Sequence[int], *, cached: bool = False, extra: int = 0, persistent: bool = False
+    ) -> Tensor:
         """A step of prompts of ``lengths`` tokens (for ``encoder``: prompts whose encoders have so many tokens).
 
-        With ``cached`` the layer is handed a cache, of which nothing may change.
+        With ``cached`` the layer is handed a cache, of which nothing may change. The step is the list builder's, or the
+        ``persistent`` one's, in which rows have tables and slots, those of decoder layers beside this one.
         """
         self._require_length(max(lengths, default=0))
-        encoder = self.attn_type == "encoder"
-        # the layout flashinfer has no encoder fields
-        layout = "flashinfer" if reads_page_lists(self.config.spec) and not encoder else "common"
-        builder = CommonMetadataBuilder(self.block_size, layout, encoder_decoder=encoder)
-        groups = [
-            SequenceGroup(True, [OneSequence(i, 1 if encoder else n, 0, None)], False, n if encoder else None)
-            for i, n in enumerate(lengths)
-        ]
-        metadata = planned(self.backend, builder.build(groups))
+        if persistent:
+            step, lengths = self._of_a_batch(lengths)
+        else:
+            step = self._of_a_list(lengths)
+        metadata = planned(self.backend, step)
         query, key, value = self.drawn.query_key_value(sum(lengths) + extra)
         self.fill_padding((query, key, value), sum(lengths))
         expected: list[tuple[Tensor, Tensor]] = []
@@ -71,3 +71,31 @@ class EncoderEngine(Engine):
             )
         self.compare(answer, expected, requests, query)
         return answer
+
+    def _of_a_list(self, lengths: Sequence[int]) -> CommonAttentionMetadata:
+        encoder = self.attn_type == "encoder"
+        # the layout flashinfer has no encoder fields
+        layout = "flashinfer" if reads_page_lists(self.config.spec) and not encoder else "common"
+        builder = CommonMetadataBuilder(self.block_size, layout, encoder_decoder=encoder)
+        return builder.build([
+            SequenceGroup(True, [OneSequence(i, 1 if encoder else n, 0, None)], False, n if encoder else None)
+            for i, n in enumerate(lengths)
+        ])  # fmt: skip
+
+    def _of_a_batch(self, lengths: Sequence[int]) -> tuple[CommonAttentionMetadata, list[int]]:
+        """The step, and the lengths in the order of its rows."""
+        encoder, size, longest, tokens = self.attn_type == "encoder", self.block_size, max(lengths), sum(lengths)
+        groups = [KVCacheGroup("own", size), *([KVCacheGroup("cross", size, cross=True)] if encoder else [])]
+        batch = InputBatch(
+            max_num_reqs=len(lengths), max_model_len=longest, max_encoder_len=longest if encoder else None,
+            groups=groups,
+        )  # fmt: skip
+        held: dict[Hashable, int] = dict(enumerate(lengths))
+        for name, count in held.items():
+            blocks = {group.name: list(range(1, -(-longest // size) + 1)) for group in groups}
+            batch.add_request(name, blocks, encoder_seq_len=count if encoder else 0)
+        builder = MetadataBuilder(
+            batch, max_num_batched_tokens=tokens, max_num_encoder_tokens=tokens if encoder else None
+        )
+        step = builder.build(dict.fromkeys(held, 1) if encoder else held)
+        return step.groups["cross" if encoder else "own"], [held[name] for name in step.req_ids]
