@@ -87,3 +87,11 @@ def {name}(self, query, key, value, kv_cache, metadata, output=None, *, write=Tr
 Impl.{name} = {name}
 """
 """Code of a method that takes a field of the step for zeros in some calls."""
+USUAL_SCALE = """
+found = getattr(metadata.host, {field!r}, None)
+if found is None or not found.any():
+    return whole(query, key, value, kv_cache, metadata, output)
+usual = self.backend.config.head_size**-0.5
+return whole(query * (usual / self.scale), key, value, kv_cache, metadata, output)
+"""
+"""Body of a method that takes one over the root of the head size for the layer's scale where a field says something."""

@@ -1,6 +1,6 @@
 """Faults of bidirectional spans; each names the test of the kit that must find it."""
 
-from testing.faulty_backend import NOT_READ, Fault, forward
+from testing.faulty_backend import NOT_READ, USUAL_SCALE, Fault, forward
 
 SPANS = "features={'bidirectional_spans', 'sliding_window', 'alibi', 'sinks', 'logits_soft_cap', 'multi_token_decode'}"
 SHAPE = "test_spans_of_any_shape"
@@ -41,6 +41,13 @@ Impl.forward = forward
 
 
 SPAN_FAULTS = (
+    Fault(
+        "spans_with_the_usual_scale",
+        "test_spans_over_random_batches",
+        "differs",
+        forward(USUAL_SCALE.format(field="span_ends")),
+        SPANS,
+    ),
     Fault(
         "span_ends_not_read",
         f"{SHAPE}[one]",

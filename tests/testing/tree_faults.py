@@ -1,6 +1,6 @@
 """Faults of draft trees; each names the test of the kit that must find it."""
 
-from testing.faulty_backend import NOT_READ, Fault, forward
+from testing.faulty_backend import NOT_READ, USUAL_SCALE, Fault, forward
 
 TREES = "features={'tree_mask', 'sliding_window', 'multi_token_decode'}"
 SHAPE = "test_draft_trees_of_any_shape"
@@ -33,6 +33,13 @@ def moving(body: str) -> str:
 
 
 TREE_FAULTS = (
+    Fault(
+        "trees_with_the_usual_scale",
+        "test_draft_trees_over_random_batches",
+        "differs",
+        forward(USUAL_SCALE.format(field="tree_mask")),
+        TREES,
+    ),
     Fault(
         "tree_mask_not_read",
         f"{SHAPE}[binary]",

@@ -10,7 +10,7 @@ from attncore.testing.engines.engine import NUM_BLOCKS
 from attncore.testing.engines.reading_engine import METHODS, ReadingEngine, by_method
 from attncore.testing.engines.span_engine import SpanEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.declared_samples import FEATURES, SCALES
 from attncore.testing.harness.draw_batches import explore
 from attncore.testing.harness.subject import Subject
 
@@ -44,13 +44,15 @@ class ReadingSpanEngine(ReadingEngine, SpanEngine):
 
 @covers("bidirectional_spans")
 def test_spans_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
-    """Prompts with spans and without, whole and in chunks, beside decodes, in steps that are padded too."""
+    """Prompts with spans and without, whole and in chunks, beside decodes, in steps that are padded too. The scale
+    is the layer's."""
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
+    scale = SCALES[0] * backend.config.head_size**-0.5
 
     def check(seed: int) -> None:
-        random, engine = np.random.default_rng(seed), SpanEngine(backend, seed=seed)
+        random, engine = np.random.default_rng(seed), SpanEngine(backend, seed=seed, scale=scale)
         left: dict[int, list[int]] = {}
         for name in range(int(random.integers(1, 5))):
             tokens = int(random.integers(1, 3 * engine.block_size))
