@@ -230,6 +230,22 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
     ),
     Fault(
+        "tables_kept_by_the_number_of_a_step",
+        "test_layers_of_two_cache_groups",
+        "differs",
+        forward(
+            """
+tables = self.backend.__dict__.setdefault("tables", {})
+if metadata.builder is None or metadata.use_cuda_graph:
+    return whole(query, key, value, kv_cache, metadata, output)
+if metadata.step not in tables:
+    tables.clear()
+table = tables.setdefault(metadata.step, np.array(metadata.host.block_table))
+return whole(query, key, value, kv_cache, changed(metadata, block_table=table), output)
+"""
+        ),
+    ),
+    Fault(
         "keys_of_the_first_layer_kept_with_the_step",
         "test_layers_that_differ_in_every_declared_feature",
         "it is as if the keys were those of layer 0's cache",

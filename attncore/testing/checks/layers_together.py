@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
+from attncore.testing.engines.compare import StepRequest
+from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.layers import Layers
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES, SCALES
+from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_feature_of_the_first_layers_and_not_of_the_last",
+    "test_layers_of_two_cache_groups",
     "test_layers_that_differ_in_every_declared_feature",
     "test_two_layers_with_other_values",
 ]
@@ -71,3 +76,32 @@ def test_a_feature_of_the_first_layers_and_not_of_the_last(attncore_subject: Sub
         orders: list[list[Mapping[str, Any]]] = [[first, second, {}], [{}, second, first]]
         for features in orders:
             _run(attncore_subject, features)
+
+
+@covers("layers together")
+def test_layers_of_two_cache_groups(attncore_subject: Subject) -> None:
+    """One backend for two groups of layers, whose blocks are others: a step has one number in both, and the same
+    lengths, by which what is made of a table cannot be told apart."""
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend()
+    if backend.has_plan:
+        raise UnsupportedError("it plans, and such a backend serves one group")
+    engines = {f"group {number}": Engine(backend, seed=number) for number in range(2)}
+    backend.forget_layers()  # each engine forgets those of the one before it
+    for name, engine in engines.items():
+        engine.impl = backend.impl(name, **engine.features)
+    size = backend.config.block_size
+    batch = InputBatch(
+        max_num_reqs=3, max_model_len=3 * size + 8, groups=[KVCacheGroup(name, size) for name in engines]
+    )
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=9 * size + 24)
+    prompts = {"a": 2 * size + 1, "b": size, "c": 1}
+    for request, tokens in prompts.items():
+        for engine in engines.values():
+            engine.add(request, tokens + 5)
+        batch.add_request(request, {name: engine.batch.block_ids(request) for name, engine in engines.items()})
+    for scheduled in (prompts, dict.fromkeys(prompts, 1), {"a": 1, "b": 3, "c": 1}):
+        step = builder.build(scheduled)
+        for name, engine in engines.items():
+            requests = [StepRequest(one, scheduled[str(one)], engine.context(one)) for one in step.req_ids]
+            engine.run_step(step.groups[name], requests)
