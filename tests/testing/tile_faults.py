@@ -205,4 +205,20 @@ for row, context in enumerate(metadata.host.context_lens):
 return answer
 """),
     ),
+    Fault(
+        "decodes_attend_before_the_chunks_are_written",
+        "test_a_prefix_that_the_same_step_computes",
+        "decode of 1 after 8 (request decode)",
+        forward("""
+parts = metadata.decode_metadata, metadata.prefill_metadata
+if not write or kv_cache is None or metadata.from_groups or None in parts:
+    return whole(query, key, value, kv_cache, metadata, output)
+output, start = torch.zeros_like(query) if output is None else output, 0
+for part in parts:
+    rows = slice(start, start + part.num_tokens)
+    whole(query[rows], key[rows], value[rows], kv_cache, part, output[rows])
+    start = rows.stop
+return output
+"""),
+    ),
 )

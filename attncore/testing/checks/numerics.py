@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from attncore.builder import CommonAttentionMetadata, slice_by_requests, slice_metadata
 from attncore.testing.engines.builder_engine import BuilderEngine
-from attncore.testing.engines.compare import check_output
+from attncore.testing.engines.compare import StepRequest, check_output
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.local_engine import LocalEngine
 from attncore.testing.engines.reading_engine import by_every_method
+from attncore.testing.engines.requests import History
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import MAX_SIZE, SCALES, edges
@@ -24,6 +26,7 @@ from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_prefix_shared_by_two_requests",
+    "test_a_prefix_that_the_same_step_computes",
     "test_block_ids_at_the_end_of_the_pool",
     "test_block_ids_beyond_16_bits",
     "test_chunked_local_attention",
@@ -170,6 +173,39 @@ def test_a_prefix_shared_by_two_requests(attncore_subject: Subject, attncore_exa
 
     length = st.sampled_from([1, 2, size, size + 1])
     explore(check, attncore_examples, blocks=st.integers(1, 3), tail=length, own=length, seed=st.integers(0, 999))
+
+
+class _SharingEngine(Engine):
+    """Requests of ``sharing`` begin on whole blocks of another one, which the same step fills."""
+
+    sharing: Mapping[Hashable, Hashable] = {}
+
+    def expected(
+        self, tensors: tuple[Tensor, Tensor, Tensor], requests: Iterable[StepRequest]
+    ) -> list[tuple[Tensor, Tensor]]:
+        requests, start, fresh = list(requests), 0, {}
+        for one in requests:
+            tokens = slice(start, start + one.tokens)
+            start += one.tokens
+            fresh[one.name] = History(tensors[1][tokens], tensors[2][tokens])
+        for name, first in self.sharing.items():
+            self.history[name] = fresh[first].first(self.context(name))
+        return super().expected(tensors, requests)
+
+
+@covers("prefix hits")
+def test_a_prefix_that_the_same_step_computes(attncore_subject: Subject) -> None:
+    """Requests begin on blocks that another one fills in the same step, as where a prompt comes twice at once: a step's
+    keys are written before any is read. The request that decodes stands before the one that it reads."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = _SharingEngine(attncore_subject.backend())
+    computed = 2 * engine.block_size
+    engine.add("first", computed + 1)
+    for name, tokens in (("decode", 1), ("chunk", 3)):
+        engine.add(name, computed + tokens, prefix_of="first", prefix_blocks=2)
+        engine.history[name] = History(*(engine.drawn.draw(computed, part) for part in ("key", "value")))
+    engine.sharing = {"decode": "first", "chunk": "first"}
+    engine.step({"first": computed + 1, "decode": 1, "chunk": 3})
 
 
 @covers("block ids at the end of the pool")
