@@ -48,6 +48,19 @@ LATENT_FAULTS = (
         LATENT,
     ),
     Fault(
+        "latent_drafts_see_each_other",
+        "test_latent_attention_over_long_contexts",
+        "differs from dense",
+        forward("""
+answer, starts = whole(query, key, value, kv_cache, metadata, output), metadata.host.query_start_loc
+if self.backend.config.use_mla and metadata.decodes_first and not metadata.use_cuda_graph:
+    for first, last in zip(starts[: metadata.num_decodes], starts[1:]):
+        answer[first:last] = answer[first:last].mean(0)
+return answer
+"""),
+        LATENT,
+    ),
+    Fault(
         "latent_that_reads_the_null_block",
         "test_latent_attention_reads_only_its_own",
         "the output holds NaN",

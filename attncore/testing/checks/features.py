@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from attncore.testing.engines.engine import NUM_BLOCKS, Engine
+from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone, run_drawn_batches
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, SLOPES
+from attncore.testing.harness.declared_samples import FEATURES, SLOPES, in_one_layer
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
@@ -20,9 +21,12 @@ __all__ = [
     "test_alibi_slopes_in_any_order",
     "test_all_declared_features_together",
     "test_decodes_of_several_tokens",
+    "test_drafts_beside_other_rows",
     "test_standard_alibi_slopes",
     "test_window_off_by_one",
 ]
+MOST_DRAFTED = 5
+"""Tokens of a decode: one and its drafts."""
 
 
 @covers("{feature}")
@@ -108,3 +112,26 @@ def test_decodes_of_several_tokens(attncore_subject: Subject, tokens: int) -> No
         engine.add(name, context + tokens)
     engine.fill(contexts)
     engine.list_step({}, dict.fromkeys(contexts, tokens))
+
+
+@covers("multi_token_decode")
+@pytest.mark.parametrize("builder", ["persistent", "adopted"])
+def test_drafts_beside_other_rows(attncore_subject: Subject, builder: str) -> None:
+    """Decodes of up to five tokens in steps of the builders for engines with drafts: of one length, of several, and
+    beside a prompt and a chunk; by every method, without a feature and with all that are declared."""
+    attncore_subject.require("multi_token_decode")
+    attncore_subject.require_phase("decode")
+    backend, declared = attncore_subject.backend(), attncore_subject.form.features
+    make = EveryMethodEngine if builder == "persistent" else EveryMethodAdoptingEngine
+    size = backend.config.block_size
+    contexts = {"a": 1, "b": size, "c": 2 * size + 1, "chunk": size + 1}
+    for features in ({}, in_one_layer(declared)):
+        engine = make(backend, decode_threshold=MOST_DRAFTED, **features)
+        for name, context in contexts.items():
+            engine.add(name, context + 3 * MOST_DRAFTED + size)
+        engine.fill(contexts)
+        engine.step(dict.fromkeys(contexts, 3))
+        engine.step({"a": 1, "b": MOST_DRAFTED, "c": 2, "chunk": 3})
+        if "prefill" in engine.phases:
+            engine.add("prompt", size + MOST_DRAFTED)
+            engine.step({"a": 3, "b": 1, "c": MOST_DRAFTED, "chunk": MOST_DRAFTED + 1, "prompt": size + MOST_DRAFTED})

@@ -136,7 +136,8 @@ def test_latent_attention_over_long_contexts(attncore_subject: Subject) -> None:
     subject.require_phase("prefill", "decode")
     backend = subject.backend(use_mla=True, num_heads=2)
     blocks = sum(-(-(context + 24) // backend.config.block_size) for context in CONTEXTS.values())
-    engine = Engine(backend, num_blocks=blocks + 8)
+    drafts = DRAFTS if "multi_token_decode" in subject.form.features else 0
+    engine = Engine(backend, num_blocks=blocks + 8, decode_threshold=1 + drafts)
     for name, context in CONTEXTS.items():
         engine.add(name, context + 24)
         engine.fill({name: context})

@@ -120,7 +120,10 @@ class AdoptingEngine(Engine):
 
     def __init__(self, backend: AttentionBackend, **given: Any) -> None:
         super().__init__(backend, **given)
-        self.adopting = AdoptingBuilder(self.batch, backend, max_num_batched_tokens=self.builder.max_num_batched_tokens)
+        self.adopting = AdoptingBuilder(
+            self.batch, backend, max_num_batched_tokens=self.builder.max_num_batched_tokens,
+            decode_threshold=self.builder.decode_threshold,
+        )  # fmt: skip
 
     def step(
         self, scheduled: Mapping[Any, int], *, turned: bool = False, idle: bool = False, **padding: int

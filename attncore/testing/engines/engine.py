@@ -50,7 +50,8 @@ class Engine(Requests):
     owns are filled with ``junk``, and so are unused slots of last blocks unless the spec says ``finite_tail``. Keys and
     values lie on a grid of numbers that any cache holds exactly (``grid``; by default where the cache has a dtype of
     its own). Rows of query, key and value beyond the tokens of requests hold NaN, or PADDING where the junk is NaN.
-    With ``with_lse`` the layer is asked for its log-sum-exp, too. ``cache`` makes the layer's cache.
+    With ``with_lse`` the layer is asked for its log-sum-exp, too. ``cache`` makes the layer's cache. Rows of up to
+    ``decode_threshold`` tokens are decodes.
 
     A new engine makes the backend forget the layers of the engines before it, so that plans are made for its own.
     """
@@ -67,6 +68,7 @@ class Engine(Requests):
         grid: bool | None = None,
         with_lse: bool = False,
         cache: MakeCache = allocated,
+        decode_threshold: int = 1,
         **features: Any,
     ) -> None:
         config = backend.config
@@ -88,7 +90,10 @@ class Engine(Requests):
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
-        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MOST_LONGEST * self.batch.max_model_len)
+        self.builder = MetadataBuilder(
+            self.batch, max_num_batched_tokens=MOST_LONGEST * self.batch.max_model_len,
+            decode_threshold=decode_threshold,
+        )  # fmt: skip
         self.max_error = 0.0
         self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
         self.cache_dtype = FP8.get(config.kv_cache_dtype, torch.float32)
