@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import os
 import re
 import signal
@@ -103,6 +104,40 @@ def check_current_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise UsageError("the current folder is gone: torch cannot run there; change to one that exists") from error
+
+
+def load_torch() -> None:
+    """Import torch, where it is installed. An interrupt waits until that is done; a second one does not.
+
+    torch's C++ code imports modules, too, and drops what is raised in them: a Ctrl-C would be lost, and half of numpy
+    be left. Elsewhere in it an exception ends the process by SIGABRT.
+    """
+    with _interrupts_waiting(), contextlib.suppress(ImportError):  # whoever needs it says what is missing
+        importlib.import_module("torch")
+
+
+@contextlib.contextmanager
+def _interrupts_waiting() -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in ("SIGINT", *_ENDING) if hasattr(signal, name)]
+    found = {one: handler for one in numbers if callable(handler := signal.getsignal(one))}
+    if threading.current_thread() is not threading.main_thread():
+        found.clear()  # no signal interrupts another
+    came: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            found[number](number, frame)
+
+    try:
+        for number in found:
+            signal.signal(number, wait)
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            found[number](number, None)
 
 
 def _ended(command: Callable[[], int]) -> int:

@@ -1,10 +1,13 @@
 """Ctrl-C before a command and after it: the process ends by the signal, and says nothing."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from attncore.command import load_torch
 
 KILL = "os.kill(os.getpid(), signal.SIGINT)"
 PROGRAM = "import os, signal, sys; from attncore.interrupts import as_program; "
@@ -105,3 +108,39 @@ def test_the_commands_are_loaded_so(module, tmp_path):
         "",
         "",
     )
+
+
+DROPS = f"""
+import os, signal, time
+try:
+    {KILL}
+    time.sleep(0.1)
+except BaseException:
+    pass  # as torch's C++ code, which imports numpy
+"""
+
+
+@pytest.mark.parametrize("words", ["attncore replay", "attncore bench reference", "attncore.testing reference"])
+def test_an_interrupt_while_torch_is_imported_is_not_lost(words, tmp_path):
+    (tmp_path / "torch.py").write_text(DROPS)
+    module, *rest = words.split()
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, *rest],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == "attncore: error: interrupted"
+
+
+def test_a_second_interrupt_does_not_wait_for_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(f"import os, signal\n{KILL}\n{KILL}\n[None for _ in range(100)]\n1 / 0\n")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        load_torch()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

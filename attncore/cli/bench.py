@@ -30,7 +30,7 @@ from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
-from attncore.command import UsageError, check_current_folder, fail, name_in_place_of
+from attncore.command import UsageError, check_current_folder, fail, load_torch, name_in_place_of
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -167,6 +167,7 @@ def _run(args: argparse.Namespace, question: Question, page: WholeFile | None) -
 
 def _installed(name: str, device: str | None, options: dict[str, Any]) -> str:
     """The backend's distribution and version; NoBackendError where it is not installed or cannot be used here."""
+    load_torch()
     from attncore.testing.harness.errors import UnsupportedError
     from attncore.testing.harness.subject import Subject
 

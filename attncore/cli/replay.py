@@ -26,7 +26,7 @@ from attncore.cli.installed_backends import check_installed
 from attncore.cli.persistent_builder_options import group_text
 from attncore.cli.progress_bar import progress_bar, said_meanwhile
 from attncore.cli.typed_input import say_that_it_reads
-from attncore.command import UsageError, check_current_folder, fail
+from attncore.command import UsageError, check_current_folder, fail, load_torch
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -202,6 +202,7 @@ def _layers(
             check_installed("--backend", args.backend)
     with stdout_to_stderr():
         options = options_of(args.backend, args.option, "--backend")
+    load_torch()
     if args.model:
         return _model(args.model, args.backend, options, settings, trace)
     from attncore.replay.layers.make_layers import fitting_a_gpu, head_size_of, make_layers

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attncore.command import Parser, UsageError
+from attncore.command import Parser, UsageError, load_torch
 from attncore.errors import NoBackendError
 from attncore.how_to_install import missing_module
 from attncore.json_output import json_text, print_json
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path |
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
         _check_expression(args.k or "")
+        load_torch()
         from attncore.testing.harness.errors import UnsupportedError
         from attncore.testing.harness.run_suite import conformance
         from attncore.testing.harness.subject import Subject
