@@ -13,7 +13,7 @@ VLLM_MINORS := vllm_032 vllm_033
 SGLANG := .venv-sglang
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 PLUGINS := $(wildcard plugins/attn-*)
-SOURCES := $(CURDIR)/$(VENV)/sources
+SOURCES := $(VENV)/sources
 # Another build of the pinned torch, such as a wheel's path, and an extra index that has one. A plain torch brings CUDA's
 # libraries along, several GB, which nothing that runs in .venv uses.
 TORCH ?= torch
@@ -23,6 +23,8 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 
 # tests/numba_call.py has numba compile its functions; both cores then share the rest.
 JOBS ?= 2
+
+# The path of the checkout may have blanks: recipes use relative paths, or "$$PWD/...", which the shell takes as one word.
 
 # The scripts of an environment name the folder that it was made in.
 ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)
@@ -121,31 +123,31 @@ api-check: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint attncore
+	PATH="$$PWD/$(BIN):$$PATH" cython-lint attncore
 
 types: $(VENV)/.plugins
 	$(BIN)/mypy
 
 test: $(VENV)/.plugins $(VENV)/.sources lint types
 	$(BIN)/python tests/numba_call.py
-	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+	ATTN_FLASH_SOURCES="$$PWD/$(SOURCES)/4:$$PWD/$(SOURCES)/2" ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(VENV)/.plugins $(VENV)/.sources lint types
 	$(BIN)/python tests/numba_call.py
-	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	ATTN_FLASH_SOURCES="$$PWD/$(SOURCES)/4:$$PWD/$(SOURCES)/2" ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 	$(MAKE) test-debug test-dev
 
 # Another build of the extension, in a copy of the tree that comes first on the path: the one in use stays as it is. -P
 # leaves the working folder out of the path. Tests that run on numba alone would tell nothing new.
 BUILD_TESTS = -m "not gpu and not slow" -k "not numba" tests/fuzz tests/kernels tests/builder/lists \
 	tests/builder/persistent tests/builder/device tests/builder/adopted tests/test_slots.py
-IN_BUILD = PYTHONPATH=$(CURDIR)/build/$(1) ATTNCORE_REQUIRE_EXT=1
+IN_BUILD = PYTHONPATH="$$PWD/build/$(1)" ATTNCORE_REQUIRE_EXT=1
 
 build/%/.built: setup.py pyproject.toml $(shell find attncore -name "*.p[yx]*" -o -name "*.h") | $(VENV)/.test
 	rm -rf build/$* && mkdir -p build/$*
 	cp -r attncore setup.py pyproject.toml README.md LICENSE build/$*
 	rm -f build/$*/attncore/_slots.c build/$*/attncore/_slots.*.so
-	cd build/$* && $(SWITCH) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd build/$* && $(SWITCH) ../../$(BIN)/python setup.py -q build_ext --inplace
 	$(call IN_BUILD,$*) $(BIN)/python -P -c "import attncore; assert '/build/$*/' in attncore.__file__"
 	touch $@
 build/debug/.built: SWITCH := ATTNCORE_DEBUG_EXT=1
@@ -159,14 +161,14 @@ test-debug: build/debug/.built $(VENV)/.plugins
 # 2 GiB, as the fuzz targets limit themselves elsewhere.
 LIBASAN = $(shell gcc -print-file-name=libasan.so 2>/dev/null)
 LIBSTDCXX = $(shell gcc -print-file-name=libstdc++.so.6 2>/dev/null)
-REPORT = $(CURDIR)/build/asan/report
+REPORT = build/asan/report
 test-asan: $(VENV)/.plugins
 	@test -e "$(LIBASAN)" || { echo "test-asan: gcc has no libasan here; install gcc with its libasan"; exit 2; }
 	$(MAKE) build/asan/.built
 	rm -f $(REPORT)*
 	$(call IN_BUILD,asan) LD_PRELOAD=$(LIBASAN):$(LIBSTDCXX) PYTHONMALLOC=malloc \
-		UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
-		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048:log_path=$(REPORT) \
+		UBSAN_OPTIONS="print_stacktrace=1:log_path='$$PWD/$(REPORT)'" \
+		ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048:log_path='$$PWD/$(REPORT)'" \
 		$(BIN)/python -P -m pytest -n $(JOBS) $(BUILD_TESTS) || { cat $(REPORT)* 2>/dev/null; exit 1; }
 
 # pytest keeps the asserts of tests under -O, and those of the helpers that tests/conftest.py names.
@@ -186,7 +188,7 @@ $(SGLANG)/.deps: requirements/sglang.txt requirements/shared.txt | $(VENV)/.buil
 
 test-sglang: $(VENV)/.built
 	@if $(MAKE) $(SGLANG)/.deps; then \
-		PYTHONPATH=$(CURDIR) ATTNCORE_SGLANG=1 $(SGLANG)/bin/python -P -m pytest -n $(JOBS) -m "not gpu" tests/integrations/sglang; \
+		PYTHONPATH="$$PWD" ATTNCORE_SGLANG=1 $(SGLANG)/bin/python -P -m pytest -n $(JOBS) -m "not gpu" tests/integrations/sglang; \
 	else echo "test-sglang: skipped: SGLang's environment cannot be made here; pip's words above say why"; $(SKIPPED); fi
 
 # Each round has new seeds and first tries what failed before (.hypothesis); where atheris is installed, its turn follows.
@@ -224,7 +226,7 @@ SKIPPED = $(if $(filter-out 0,$(STRICT)),exit 1,true)
 test-vllm: $(VENV)/.built
 	@mkdir -p build; if $(MAKE) $(ENGINE_VLLM)/.deps >build/vllm.log 2>&1; then \
 		for minor in $(VLLM_MINORS); do echo "$$minor:"; \
-			PYTHONPATH=$(CURDIR)/$(ENGINE_VLLM)/$$minor VLLM_TESTS="$(VLLM_TESTS)" $(ENGINE_VLLM)/bin/python -m pytest \
+			PYTHONPATH="$$PWD/$(ENGINE_VLLM)/$$minor" VLLM_TESTS="$(VLLM_TESTS)" $(ENGINE_VLLM)/bin/python -m pytest \
 				-o filterwarnings=default tests/integrations/vllm || exit 1; \
 		done; \
 	else echo "test-vllm: skipped: its environment cannot be made:"; grep -i error build/vllm.log || tail -n 3 build/vllm.log; \

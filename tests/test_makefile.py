@@ -57,6 +57,25 @@ def test_of_an_environment_that_was_made_elsewhere_it_is_said_what_to_do(tmp_pat
     assert "rm -rf .venv " in run_make("-n", "clean", cwd=tmp_path).stdout
 
 
+def test_a_checkout_whose_path_has_a_blank_is_one_path(tmp_path):
+    """`rm -rf` of the two words removed the folder that the first one is."""
+    beside, checkout = tmp_path / "attncore", tmp_path / "attncore 2"
+    for folder in (beside, checkout / "requirements", checkout / ".venv/bin"):
+        folder.mkdir(parents=True)
+    (checkout / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (beside / "kept").touch()
+    pip = checkout / ".venv/bin/pip"
+    pip.write_text("#!/bin/sh\n")
+    pip.chmod(0o755)
+    for name in ("requirements/sources.txt", ".venv/bin/activate", ".venv/.test"):
+        (checkout / name).touch()
+    done = run_make(".venv/.sources", "-o", ".venv/.test", cwd=checkout)
+    assert done.returncode == 0, done.stderr
+    assert (beside / "kept").exists()
+    assert (checkout / ".venv/sources/4").is_dir()
+    assert "$(CURDIR)" not in (ROOT / "Makefile").read_text(), "the shell would take it for several words"
+
+
 def said_by_make(*words):
     """Standard output of make."""
     done = run_make(*words)
