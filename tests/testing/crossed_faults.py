@@ -331,6 +331,14 @@ return answer, -lse if {VALUES} else lse
     crossed(
         "no_scales_in_a_graph", "test_captured_sizes_of_a_scaled_cache", "differs", negates(f"{GRAPH} and ({SCALED})"),
     ),
+    crossed(
+        "drafts_in_16_bits", f"{METHODS}_in_a_dtype[bfloat16]", "with dtype bfloat16 and long contexts",
+        negates(f"metadata.decodes_first and metadata.max_decode_query_len > 1 and {IN_16_BITS}"),
+    ),
+    crossed(
+        "prompts_without_a_table_in_layout_hnd", f"{METHODS}_in_a_layout[HND]", "with layout HND",
+        negates(f"{NO_TABLE} and {HND}"),
+    ),
     *(
         crossed(
             f"no_{name}_of_prompts_without_a_table", f"test_a_feature_of_the_list_builder[{feature}]",

@@ -51,6 +51,17 @@ TREE_FAULTS = (
         TREES,
     ),
     Fault(
+        "tree_mask_not_read_beside_prompts",
+        "test_draft_trees_over_random_batches",
+        "differs",
+        forward(
+            "hidden = hasattr(metadata.host, 'tree_mask') and metadata.num_prefills\n"
+            "return whole(query, key, value, kv_cache, changed(metadata, tree_mask=metadata.host.tree_mask * 0) "
+            "if hidden else metadata, output)"
+        ),
+        TREES,
+    ),
+    Fault(
         "tree_mask_by_depth",
         f"{SHAPE}[two chains]",
         "; it is as if each token saw those of lesser depth, not its ancestors alone",

@@ -61,7 +61,8 @@ def test_draft_trees_over_random_batches(attncore_subject: Subject, attncore_exa
             drafts = int(random.integers(0, 12))
             trees[name] = [int(random.integers(-1, draft)) if draft else -1 for draft in range(drafts)]
             engine.add(name, contexts[name] + drafts + 1)
-        others = {"one": 1, "prompt": 5} if "prefill" in engine.phases else {"one": 1}
+        prompt = 5 if random.integers(0, 2) else MOST_TOKENS + 6  # a decode, as a tree is, or more than one may run
+        others = {"one": 1, "prompt": prompt} if "prefill" in engine.phases else {"one": 1}
         for other, tokens in others.items():
             contexts[other] = 3
             engine.add(other, 3 + tokens)

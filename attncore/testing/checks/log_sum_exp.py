@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attncore.builder import CommonAttentionMetadata, ContextParallel, InputBatch, MetadataBuilder
+from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.compare import StepRequest, check_output
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.encoder_engine import EncoderEngine
@@ -26,6 +27,7 @@ from attncore.vocabulary import DTYPES
 __all__ = [
     "test_a_rank_decodes_over_the_keys_it_keeps",
     "test_log_sum_exp_is_float32_in_every_dtype",
+    "test_log_sum_exp_of_captured_sizes",
     "test_log_sum_exp_of_cross_attention",
     "test_log_sum_exp_of_encoders",
     "test_log_sum_exp_over_random_batches",
@@ -63,6 +65,17 @@ def test_log_sum_exp_with_features(attncore_subject: Subject) -> None:
     together: dict[str, Any] = {argument: value for one in declared for argument, value in one.items()}
     for features in (*declared, together):
         run_around_a_block(attncore_subject, backend, with_lse=True, **features)
+
+
+@covers("lse")
+def test_log_sum_exp_of_captured_sizes(attncore_subject: Subject, attncore_captured_steps: int) -> None:
+    """Decodes in graphs, as those of ranks are, whose parts one kernel merges behind them."""
+    attncore_subject.require("lse")
+    attncore_subject.require_graphs("prefill", "decode")
+    engine = CapturedEngine(attncore_subject.backend(), 1, with_lse=True)
+    for _ in range(attncore_captured_steps):
+        engine.change()
+        engine.replayed()
 
 
 @covers("lse")

@@ -33,14 +33,16 @@ def run_long_contexts(
     backend: AttentionBackend, lengths: Lengths = LONGER, *, make: Callable[..., Engine] = EveryMethodEngine,
     **given: Any,
 ) -> None:  # fmt: skip
-    """Decodes, a chunk, several tokens and, but for adopted steps, steps of the list builder, of an engine that is made
-    with ``given``.
+    """Decodes, a chunk, several tokens (drafts, where they are declared) and, but for adopted steps, steps of the list
+    builder, of an engine that is made with ``given``.
     """
     contexts = {"long": lengths.decode, "chunk": lengths.context, "short": 3}
     room = lengths.chunk + 16
     num_blocks = sum(-(-(context + room) // backend.config.block_size) for context in contexts.values()) + 8
+    num_blocks += -(-lengths.chunk // backend.config.block_size)
+    has_drafts = backend.spec is not None and "multi_token_decode" in backend.spec.features
     given = {"scale": SPREAD * backend.config.head_size**-0.5, **given}
-    engine = make(backend, num_blocks=num_blocks, **given)
+    engine = make(backend, num_blocks=num_blocks, decode_threshold=2 if has_drafts else 1, **given)
     for name, context in contexts.items():
         engine.add(name, context + room)
     engine.fill(contexts)
@@ -51,7 +53,9 @@ def run_long_contexts(
     engine.step({"long": 2, "short": 1})
     if isinstance(engine, AdoptingEngine):
         return
+    engine.add("plain", lengths.chunk)
     try:
+        engine.list_step({"plain": lengths.chunk}, {})
         engine.list_step({}, each)
         engine.list_step({"chunk": 5}, {"long": 1, "short": 1})
     except ValueError as error:
