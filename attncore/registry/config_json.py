@@ -7,6 +7,7 @@ by ``attncore replay --model``.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ MAX_BYTES = 4 * 2**20
 MAX_DEPTH = 32
 _OF_A_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 """What may be the name of a model on Hugging Face's hub."""
+_TAG, _INFINITE = "__float__", {"Infinity": math.inf, "-Infinity": -math.inf}
+"""How transformers 5 writes numbers that JSON has not, such as the longest time step of Mamba 2: ``{tag: name}``."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -41,4 +44,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{place} {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{place} holds a {type(config).__name__}, not an object")
-    return config
+    return {name: _with_infinite(value) for name, value in config.items()}
+
+
+def _with_infinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TAG} and isinstance(value[_TAG], str):
+            return _INFINITE.get(value[_TAG], value)
+        return {name: _with_infinite(one) for name, one in value.items()}
+    return [_with_infinite(one) for one in value] if isinstance(value, list) else value

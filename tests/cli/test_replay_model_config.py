@@ -10,11 +10,17 @@ import sys
 import pytest
 
 from attncore.cli import main
+from attncore.registry.config_json import read_config
 from attncore.replay.layers.misspelt_field import misspelt_field
 from attncore.replay.model_error import ModelError, errors_as_model_errors
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+# isort: split
+from transformers import BambaConfig
+
+from attncore.replay.layers.model_from_config import checked_fields
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -308,6 +314,14 @@ def test_a_file_that_is_no_configuration_is_one_line(make, message, command, mod
     code = main(["explain", "--config", str(model.folder)])
     out, err = capsys.readouterr()
     return refused((code, out, err), message)
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path):
+    """Of the longest time step of Mamba 2, which each configuration with such layers has."""
+    file = tmp_path / "config.json"
+    BambaConfig(time_step_limit=(float("-inf"), float("inf"))).to_json_file(file)
+    assert "__float__" in file.read_text()
+    assert checked_fields("", read_config(file))["time_step_limit"] == [float("-inf"), float("inf")]
 
 
 def test_a_link_to_a_configuration_is_followed(model, capsys, tmp_path):
