@@ -202,9 +202,9 @@ def _layers(
             check_installed("--backend", args.backend)
     with stdout_to_stderr():
         options = options_of(args.backend, args.option, "--backend")
-    load_torch()
     if args.model:
         return _model(args.model, args.backend, options, settings, trace)
+    load_torch()
     from attncore.replay.layers.make_layers import fitting_a_gpu, head_size_of, make_layers
     from attncore.replay.token_content import Content
 
@@ -237,6 +237,7 @@ def _model(
         read_config(path)  # a mistyped name is said before torch and transformers are imported, which takes seconds
     except ValueError as error:
         raise UsageError(f"--model: {error}") from None
+    load_torch()
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 
