@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "device_alarms.py"
 
 
 @pytest.mark.parametrize("transport", ["graph", "copy"])
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.gpu)])
 def test_device_alarms(transport, seconds):
     command = [sys.executable, str(SCRIPT), "--seconds", str(seconds), "--transport", transport]
     done = subprocess.run(command, capture_output=True, text=True)
