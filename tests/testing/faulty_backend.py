@@ -88,10 +88,7 @@ Impl.{name} = {name}
 """
 """Code of a method that takes a field of the step for zeros in some calls."""
 USUAL_SCALE = """
-found = getattr(metadata.host, {field!r}, None)
-if found is None or not found.any():
-    return whole(query, key, value, kv_cache, metadata, output)
-usual = self.backend.config.head_size**-0.5
+usual = self.backend.config.head_size**-0.5 if {where} else self.scale
 return whole(query * (usual / self.scale), key, value, kv_cache, metadata, output)
 """
-"""Body of a method that takes one over the root of the head size for the layer's scale where a field says something."""
+"""Body of a method that takes one over the root of the head size for the layer's scale in some calls."""

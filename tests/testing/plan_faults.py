@@ -1,6 +1,6 @@
 """Faults in the manner of libraries that plan a step (flash, flashinfer): plans that are kept, segments, pages."""
 
-from testing.faulty_backend import Fault, forward
+from testing.faulty_backend import USUAL_SCALE, Fault, forward
 
 PLANNED_LENGTHS = """
 from types import SimpleNamespace
@@ -270,6 +270,12 @@ if metadata.num_decodes and metadata.max_decode_query_len > 1:
 return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
+    ),
+    Fault(
+        "drafts_with_the_usual_scale",
+        "test_drafts_beside_other_rows[persistent]",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        forward(USUAL_SCALE.format(where="metadata.num_decodes and metadata.max_decode_query_len > 1")),
     ),
     *(
         Fault(

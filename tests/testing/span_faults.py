@@ -45,7 +45,7 @@ SPAN_FAULTS = (
         "spans_with_the_usual_scale",
         "test_spans_over_random_batches",
         "differs",
-        forward(USUAL_SCALE.format(field="span_ends")),
+        forward(USUAL_SCALE.format(where="np.any(getattr(metadata.host, 'span_ends', None))")),
         SPANS,
     ),
     Fault(

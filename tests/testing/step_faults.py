@@ -1,6 +1,6 @@
 """Faults of steps: tensors, changing batches, padding, captured sizes; each names the test that must find it."""
 
-from testing.faulty_backend import Fault, forward
+from testing.faulty_backend import USUAL_SCALE, Fault, forward
 
 STEP_FAULTS = (
     Fault(
@@ -205,6 +205,13 @@ if metadata.block_table.shape[1] == 0:
 return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
+    ),
+    Fault(
+        "prompts_without_a_table_with_the_usual_scale",
+        "test_plain_prompts_of_the_list_builder",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        forward(USUAL_SCALE.format(where="metadata.from_groups and not metadata.block_table.shape[1]")),
+        "features=set()",
     ),
     Fault(
         "reads_padded_rows",

@@ -37,7 +37,7 @@ TREE_FAULTS = (
         "trees_with_the_usual_scale",
         "test_draft_trees_over_random_batches",
         "differs",
-        forward(USUAL_SCALE.format(field="tree_mask")),
+        forward(USUAL_SCALE.format(where="np.any(getattr(metadata.host, 'tree_mask', None))")),
         TREES,
     ),
     Fault(

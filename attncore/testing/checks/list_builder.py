@@ -37,9 +37,11 @@ def _list_step(engine: Engine, *args: Any, **kwargs: Any) -> None:
 
 @covers("list builder")
 def test_plain_prompts_of_the_list_builder(attncore_subject: Subject) -> None:
-    """Prompts alone: the block table has no columns, and attention is over this step's keys."""
+    """Prompts alone: the block table has no columns, and attention is over this step's keys. The scale is the
+    layer's."""
     attncore_subject.require_phase("prefill")
-    engine = Engine(attncore_subject.backend())
+    backend = attncore_subject.backend()
+    engine = Engine(backend, scale=SCALES[0] * backend.config.head_size**-0.5)
     prompts = {"a": 1, "b": engine.block_size, "c": 2 * engine.block_size + 1}
     for name, length in prompts.items():
         engine.add(name, length)
