@@ -110,7 +110,7 @@ from attncore.dense import dense_attention
 answer, host = whole(query, key, value, kv_cache, metadata, output), metadata.host
 for row, (first, last) in enumerate(zip(host.query_start_loc, host.query_start_loc[1:])):
     if first < last and host.positions[first] > host.context_lens[row]:
-        keys, values = (part[host.block_table[row]].flatten(0, 1)[: host.seq_lens[row]] for part in kv_cache)
+        keys, values = (part[host.block_table[row].tolist()].flatten(0, 1)[: host.seq_lens[row]] for part in kv_cache)
         answer[first:last] = dense_attention(query[first:last], keys, values, scale=self.scale, causal=False)
 return answer
 """),
