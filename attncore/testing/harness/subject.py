@@ -91,14 +91,19 @@ class Subject:
         """The same backend, created with ``options``."""
         return Subject(self.name, device=self.device, options=options, host=self.host, use_mla=self.use_mla)
 
-    @cached_property
+    @property
     def latent(self) -> Subject:
         """The same backend, asked for latent caches alone; UnsupportedError where it runs none here."""
         if self.use_mla or self.form.mla_only:
             return self
         if not any(form.use_mla for _, form in self.spec.by_variant):
             raise UnsupportedError("its spec does not declare use_mla")
-        found = Subject(
+        _ = self._latent.form  # or why it runs none
+        return self._latent
+
+    @cached_property
+    def _latent(self) -> Subject:
+        return Subject(
             self.name,
             device=self.device,
             options=self.options,
@@ -106,8 +111,6 @@ class Subject:
             checks_needs=self._checks_needs,
             use_mla=True,
         )
-        _ = found.form  # or why it runs none
-        return found
 
     @cached_property
     def record(self) -> PluginRecord:
