@@ -10,7 +10,7 @@ from attncore.testing.engines.engine import NUM_BLOCKS
 from attncore.testing.engines.reading_engine import METHODS, ReadingEngine, by_method
 from attncore.testing.engines.span_engine import SpanEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, SCALES
+from attncore.testing.harness.declared_samples import FEATURES, own_scale
 from attncore.testing.harness.draw_batches import explore
 from attncore.testing.harness.subject import Subject
 
@@ -49,7 +49,7 @@ def test_spans_over_random_batches(attncore_subject: Subject, attncore_examples:
     attncore_subject.require("bidirectional_spans")
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
-    scale = SCALES[0] * backend.config.head_size**-0.5
+    scale = own_scale(backend)
 
     def check(seed: int) -> None:
         random, engine = np.random.default_rng(seed), SpanEngine(backend, seed=seed, scale=scale)

@@ -13,7 +13,7 @@ from attncore.testing.engines.every_method_engine import EveryMethodCrossEngine
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
-from attncore.testing.harness.declared_samples import FEATURES, SCALES, in_one_layer
+from attncore.testing.harness.declared_samples import FEATURES, in_one_layer, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -38,7 +38,7 @@ def _cross(subject: Subject, **given: Any) -> CrossEngine:
     """An engine of a cross layer with a scale of its own, as of a model that has 1."""
     subject.require("encoder_decoder")
     backend = subject.backend()
-    return CrossEngine(backend, scale=SCALES[0] * backend.config.head_size**-0.5, **given)
+    return CrossEngine(backend, scale=own_scale(backend), **given)
 
 
 @covers("encoder_decoder")

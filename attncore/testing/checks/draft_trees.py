@@ -12,7 +12,7 @@ from attncore.testing.engines.engine import NUM_BLOCKS
 from attncore.testing.engines.reading_engine import METHODS, ReadingEngine, by_method
 from attncore.testing.engines.tree_engine import MOST_TOKENS, TreeEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, SCALES
+from attncore.testing.harness.declared_samples import FEATURES, own_scale
 from attncore.testing.harness.draw_batches import explore
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -50,7 +50,7 @@ def test_draft_trees_over_random_batches(attncore_subject: Subject, attncore_exa
     scale is the layer's."""
     attncore_subject.require("tree_mask")
     backend = attncore_subject.backend()
-    scale = SCALES[0] * backend.config.head_size**-0.5
+    scale = own_scale(backend)
 
     def check(seed: int) -> None:
         random, engine = np.random.default_rng(seed), TreeEngine(backend, seed=seed, scale=scale)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
-from attncore.testing.harness.declared_samples import FEATURES, SCALES, in_one_layer
+from attncore.testing.harness.declared_samples import FEATURES, in_one_layer, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -35,7 +35,7 @@ def test_an_encoder_over_random_rows(attncore_subject: Subject, attncore_example
     scale is the layer's."""
     attncore_subject.require("encoder")
     backend = attncore_subject.backend()
-    scale = SCALES[0] * backend.config.head_size**-0.5
+    scale = own_scale(backend)
 
     def check(rows: list[int], extra: int, seed: int) -> None:
         EncoderEngine(backend, kind, seed=seed, scale=scale).encode(rows, extra=extra)

@@ -11,7 +11,7 @@ from attncore.testing.engines.engine import NUM_BLOCKS, Engine
 from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone, run_drawn_batches
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, SCALES, SLOPES, in_one_layer
+from attncore.testing.harness.declared_samples import FEATURES, SLOPES, in_one_layer, own_scale
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
@@ -124,7 +124,7 @@ def test_drafts_beside_other_rows(attncore_subject: Subject, builder: str) -> No
     attncore_subject.require_phase("decode")
     backend, declared = attncore_subject.backend(), attncore_subject.form.features
     make = EveryMethodEngine if builder == "persistent" else EveryMethodAdoptingEngine
-    size, scale = backend.config.block_size, SCALES[0] * backend.config.head_size**-0.5
+    size, scale = backend.config.block_size, own_scale(backend)
     contexts = {"a": 1, "b": size, "c": 2 * size + 1, "chunk": size + 1}
     for features in ({}, in_one_layer(declared)):
         engine = make(backend, decode_threshold=MOST_DRAFTED, scale=scale, **features)

@@ -27,7 +27,7 @@ from attncore.testing.engines.run_batches import (
 from attncore.testing.engines.run_long_contexts import run_long_contexts
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, require_declared
-from attncore.testing.harness.declared_samples import FEATURES, SCALES, TOGETHER, edges, of_a_feature
+from attncore.testing.harness.declared_samples import FEATURES, TOGETHER, edges, of_a_feature, own_scale
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -82,7 +82,7 @@ def test_latent_attention_over_random_batches(attncore_subject: Subject, attncor
     """Mixed batches: every query head reads the one latent row of a token, values are its first columns. The scale is
     the layer's: models have that of the heads which the rows stand for, not one over the root of the rows' size."""
     backend = _latent(attncore_subject)
-    scale = SCALES[0] * backend.config.head_size**-0.5
+    scale = own_scale(backend)
     run_drawn_batches(attncore_subject.latent, backend, attncore_examples, scale=scale)
 
 

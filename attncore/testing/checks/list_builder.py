@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, SCALES, TOGETHER, of_a_feature
+from attncore.testing.harness.declared_samples import FEATURES, TOGETHER, of_a_feature, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -41,7 +41,7 @@ def test_plain_prompts_of_the_list_builder(attncore_subject: Subject) -> None:
     layer's."""
     attncore_subject.require_phase("prefill")
     backend = attncore_subject.backend()
-    engine = Engine(backend, scale=SCALES[0] * backend.config.head_size**-0.5)
+    engine = Engine(backend, scale=own_scale(backend))
     prompts = {"a": 1, "b": engine.block_size, "c": 2 * engine.block_size + 1}
     for name, length in prompts.items():
         engine.add(name, length)
@@ -87,7 +87,7 @@ def test_a_feature_of_the_list_builder(attncore_subject: Subject, feature: str) 
     a scale of the layer's own: kernels for the keys of a step are others than those for a cache."""
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
-    size, scale = backend.config.block_size, SCALES[0] * backend.config.head_size**-0.5
+    size, scale = backend.config.block_size, own_scale(backend)
     given = of_a_feature(feature, attncore_subject.form.features)
     for prompts, decodes in (
         ([(0, 1), (0, 2 * size + 3)], []),

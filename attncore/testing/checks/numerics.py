@@ -19,7 +19,7 @@ from attncore.testing.engines.reading_engine import by_every_method
 from attncore.testing.engines.requests import History
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import MAX_SIZE, SCALES, edges
+from attncore.testing.harness.declared_samples import MAX_SIZE, edges, own_scale
 from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -262,7 +262,7 @@ def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> Non
 def test_scale(attncore_subject: Subject) -> None:
     """The scale is the layer's, not one over the root of the head size."""
     backend = attncore_subject.backend()
-    run_around_a_block(attncore_subject, backend, scale=SCALES[0] * backend.config.head_size**-0.5)
+    run_around_a_block(attncore_subject, backend, scale=own_scale(backend))
 
 
 @covers("prefill")
@@ -288,7 +288,7 @@ def test_layers_with_different_scales(attncore_subject: Subject) -> None:
     """Two layers of one backend keep their own scale (and plan) in the same step."""
     backend = attncore_subject.backend()
     first = Engine(backend)
-    second = Engine(backend, scale=SCALES[1] * backend.config.head_size**-0.5)
+    second = Engine(backend, scale=own_scale(backend, 1))
     backend.impl("layers.0", scale=first.features["scale"])
     first.siblings, second.siblings = [("the other layer", second.features)], [("the other layer", first.features)]
     for engine in (second, first):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.harness.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
 
 SLOPES = (0.5, 0.0625, 0.25, 0.125)  # of no standard order, so that slopes made from a head's number show
 FEATURES: Mapping[str, Mapping[str, Any]] = {
@@ -39,6 +42,11 @@ TOGETHER = "together"
 """In place of a feature: all that are declared."""
 MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
 WHOLE = 32  # a finite set of at most so many sizes is tried whole
+
+
+def own_scale(backend: AttentionBackend, index: int = 0) -> float:
+    """A scale for a layer of ``backend`` that is not the usual one, by which a backend that forgets it shows."""
+    return SCALES[index] * float(backend.config.head_size**-0.5)
 
 
 def in_one_layer(declared: Collection[str], samples: Mapping[str, Mapping[str, Any]] = FEATURES) -> dict[str, Any]:
