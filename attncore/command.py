@@ -235,6 +235,12 @@ class Parser(argparse.ArgumentParser):
                     message = message.replace(repr(part), quoted(part)).replace(part, one_line(part, MOST))
         raise UsageError(message)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse does; a ``--`` behind another is a value. Python 3.11 makes an empty list of it."""
+        if action.nargs is None and arg_strings == ["--"]:
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
         if arg_string == "" and (action.type is None or isinstance(action.type, type)):  # a function says what it takes

@@ -97,7 +97,7 @@ def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
-    "name", ["a b", "a\nb", "\x1b[31m'\"$x`", "-x", "-P", "\u00e4\u202e", os.fsdecode(b"\xff7"), "a\\b\n", "~"]
+    "name", ["a b", "a\nb", "\x1b[31m'\"$x`", "-x", "-P", "--", "\u00e4\u202e", os.fsdecode(b"\xff7"), "a\\b\n", "~"]
 )
 def test_the_line_that_goes_there_goes_there(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
