@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class Request:
     spans: list[tuple[int, int]] = field(default_factory=list)  # where images are, whose pixels are ``images``
     images: Any = None
     decode: Callable[[list[int]], str] | None = None  # makes text of its output, where its prompt was text
-    read: int = 0  # tokens of its output that ``news`` has given, and their text
-    text: str = ""
+    read: int = 0  # tokens of its output that ``news`` has read, and letters that it has given
+    told: int = 0
 
     @property
     def output(self) -> list[int]:
@@ -64,12 +65,25 @@ class Request:
         self.read += len(new)
         if not new or self.decode is None:
             return new
-        first = max(0, self.num_prompt - 4)  # many tokenizers drop a space at the beginning of what they decode
-        said = len(self.decode(self.tokens[first : self.num_prompt]))
-        text = self.decode(self.tokens[first:])[said:]
+        text = self.decode(self.tokens[self._shown_from :])[self._of_prompt :]
         text = text if self.finished else text.rstrip("\ufffd")  # the first bytes of a letter whose others follow
-        told, self.text = len(self.text), text
+        # Shorter than before where such bytes stand behind whole letters that are bytes, too: all are U+FFFD then.
+        told, self.told = self.told, max(self.told, len(text))
         return [text[told:]] if text[told:] else []
+
+    @functools.cached_property
+    def _shown_from(self) -> int:
+        """The token that is decoded first: of the prompt, since many tokenizers drop a space at the beginning; and one
+        that begins a letter, since some make U+FFFD of all bytes behind those of a part of one."""
+        first = max(0, self.num_prompt - 4)
+        while first and self.decode(self.tokens[first : self.num_prompt]).startswith("\ufffd"):
+            first -= 1
+        return first
+
+    @functools.cached_property
+    def _of_prompt(self) -> int:
+        """How many letters are the prompt's."""
+        return len(self.decode(self.tokens[self._shown_from : self.num_prompt]))
 
     def key(self, index: int, size: int) -> Any:
         while (n := len(self.keys)) <= index:

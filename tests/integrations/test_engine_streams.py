@@ -37,10 +37,21 @@ def byte_tokenizer(**special):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def of_text(monkeypatch, said):
+def fallback_tokenizer():
+    """As of Llama 2: a letter that is no token is its bytes. All bytes in a row become letters, or none of them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *" abc"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def of_text(monkeypatch, said, tokenizer=None):
     """An engine whose model says ``said`` after every prompt, token by token."""
-    tokenizer = byte_tokenizer()
-    engine = Engine(decoder("llama", vocab_size=257), tokenizer=tokenizer, **LIMITS)
+    tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
+    engine = Engine(decoder("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, **LIMITS)
     tokens = [*tokenizer.encode(said), END, END]
 
     def forward(metadata):
@@ -107,6 +118,27 @@ def test_text_in_and_text_out_by_whole_letters(monkeypatch):
     assert (text, tokens[-1]) == (" über 日本 🦊!", END)
     assert engine.complete(["a"], 2) == [" \ufffd"]  # cut inside a letter: that is all there is
     assert is_empty(engine)
+
+
+@pytest.mark.parametrize("prompt", ["ab", "b 日本", "日本語"])
+@pytest.mark.parametrize("said", [" 日本語aéé 🦊🦊b", "語é"])
+def test_letters_that_are_bytes_in_a_row_are_told_once(monkeypatch, prompt, said):
+    engine = of_text(monkeypatch, said, fallback_tokenizer())
+    pieces = [piece for _, piece in engine.generate([prompt], 40)]
+    assert pieces == list(said)
+    request = engine.add_request(prompt, 40)
+    while not request.finished:
+        engine.step()
+    assert request.news() == [said]  # read at once, as examples/serve.py does
+
+
+def test_bytes_that_are_no_letter_are_told_with_what_follows(monkeypatch):
+    tokenizer = fallback_tokenizer()
+    engine = of_text(monkeypatch, "éa", tokenizer)
+    known = [1 + byte for byte in "é".encode()]
+    monkeypatch.setattr(engine, "_forward", lambda metadata: torch.tensor([tokens.pop(0)]))
+    tokens = [*known, 1 + 0xE2, tokenizer.encode("a")[0], END, END]
+    assert engine.complete(["b"], 40) == ["é\ufffd\ufffda"]  # bytes that the decoder has as three
 
 
 def test_text_without_a_tokenizer_is_refused(engine):
