@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 WINDOW_TILE = 16
 """Queries, and keys, of generation 3 in layers with a window."""
+HIGHEST_SINK = 88
+"""Above all scores of a query, of which the logarithm of the sum is a number."""
 
 
 def _unmasked(queries: int, keys: int, left: int, right: int, end: int) -> Tensor:
@@ -166,9 +169,12 @@ class Generation3:
             if left >= 0 and self.sinks and q_v is None:
                 end = length if cp_tot_seqused_k is None else int(cp_tot_seqused_k[row])
                 unmasked = _unmasked(len(query), length, left, 0 if is_causal else window_size_right, end)
-            output, lse = attention(
-                query, keys[:length], values[:length], scale=softmax_scale, causal=is_causal,
-                window=(window_size_left, window_size_right), softcap=softcap, sinks=s_aux, unmasked=unmasked,
+            attend = partial(
+                attention, query, keys[:length], values[:length], scale=softmax_scale, causal=is_causal,
+                window=(window_size_left, window_size_right), softcap=softcap, unmasked=unmasked,
             )  # fmt: skip
+            output, lse = attend(sinks=s_aux)
+            if s_aux is not None:  # weights count from the largest score: a sink far above it has an infinite one
+                lse = lse.masked_fill(s_aux.float() - attend()[1] > HIGHEST_SINK, torch.inf)
             found[mine], found_lse[:, mine] = (output + rest).to(exact), lse.transpose(0, 1)
         return [found, found_lse, q.new_empty(0), q.new_empty(0)]

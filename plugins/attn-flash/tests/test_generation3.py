@@ -157,6 +157,22 @@ def test_sinks_that_are_written_to_in_place(library: standin.Generation3) -> Non
     assert kept.tolist() == [0.5, 0.25, 0.125, 3.0]
 
 
+def test_sinks_far_above_every_score(library: standin.Generation3) -> None:
+    """The kernel's log-sum-exp is infinite there, and that of the layer the sink."""
+    backend = standin.create("3_vllm", sinks=True)
+    sinks = [-80.0, 3.0, -80.0, 3.0]
+    impl = backend.impl("layers.0", scale=1.0, sinks=sinks)
+    batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=16)
+    batch.add_request("a", [1])
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build({"a": 5})
+    query, key, value = torch.full((5, 4, 16), -3.0), torch.full((5, 2, 16), 2.0), torch.randn(5, 2, 16)
+    cache = backend.allocate_kv_cache(2)
+    output, lse = impl.forward_with_lse(query.bfloat16(), key.bfloat16(), value.bfloat16(), cache, metadata)
+    expected = torch.logaddexp(torch.tensor(sinks), -96.0 + torch.arange(1.0, 6.0).log()[:, None])
+    torch.testing.assert_close(lse, expected)
+    assert output.isfinite().all()
+
+
 @pytest.mark.parametrize("sinks", [True, False], ids=["vllm", "own"])
 def test_calls_find_what_a_build_leaves_out(sinks: bool) -> None:
     def lacks(*names: str) -> dict[str, str]:

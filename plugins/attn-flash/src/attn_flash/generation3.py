@@ -173,6 +173,8 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp (tokens, heads) of a segment."""
         output, lse = self._call(segment, self.arguments(segment, True), caches, OUTPUT_AND_LSE)(*tensors)
+        if self._sinks is not None:  # the kernel's is infinite where a sink is more than 88 above every score
+            lse = lse.where(lse != torch.inf, self._sinks.float()[:, None])
         return output, lse.transpose(0, 1)
 
     def _call(
