@@ -75,10 +75,11 @@ class Request:
     def _shown_from(self) -> int:
         """The token that is decoded first: of the prompt, since many tokenizers drop a space at the beginning; and one
         that begins a letter, since some make U+FFFD of all bytes behind those of a part of one."""
-        first = max(0, self.num_prompt - 4)
-        while first and self.decode(self.tokens[first : self.num_prompt]).startswith("\ufffd"):
-            first -= 1
-        return first
+        last = max(0, self.num_prompt - 4)
+        for first in range(last, max(0, last - 3) - 1, -1):  # a letter has four bytes at most
+            if not self.decode(self.tokens[first : self.num_prompt]).startswith("\ufffd"):
+                return first
+        return last
 
     @functools.cached_property
     def _of_prompt(self) -> int:

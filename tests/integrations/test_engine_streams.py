@@ -141,6 +141,17 @@ def test_bytes_that_are_no_letter_are_told_with_what_follows(monkeypatch):
     assert engine.complete(["b"], 40) == ["é\ufffd\ufffda"]  # bytes that the decoder has as three
 
 
+def test_few_tokens_of_a_prompt_are_decoded(monkeypatch):
+    """Also where each of its letters is the one that stands for bytes that are none."""
+    engine = of_text(monkeypatch, "a", fallback_tokenizer())
+    decoded, decode = [], engine.tokenizer.decode
+    monkeypatch.setattr(
+        type(engine.tokenizer), "decode", lambda self, ids, **kw: decoded.append(len(ids)) or decode(ids, **kw)
+    )
+    assert engine.complete(["\ufffd" * 12], 40) == ["a"]
+    assert max(decoded) < 12
+
+
 def test_text_without_a_tokenizer_is_refused(engine):
     with pytest.raises(TypeError, match=r"^prompt: text, and the engine has no tokenizer; "):
         engine.generate(["a"], 3)
