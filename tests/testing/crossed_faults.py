@@ -20,6 +20,7 @@ EACH_ITS_KEYS = "self.backend.config.num_heads == self.backend.config.num_kv_hea
 SCALED = "isinstance(self.v_scale, torch.Tensor) or self.v_scale != 1"
 NO_TABLE = "metadata.from_groups and metadata.block_table.shape[1] == 0"
 GRAPH = "self.attn_type == 'decoder' and metadata.use_cuda_graph"
+PROMPTS = f"{GRAPH} and metadata.max_query_len > 3"  # a size of tokens: of decodes none has so many
 
 
 def forgets(when: str, *features: str) -> str:
@@ -65,6 +66,11 @@ Backend.{method} = {method}
 """
 
 
+def of_prompts(name: str, test: str, says: str, code: str) -> Fault:
+    """A fault of captured prompts, of a backend that declares all that is crossed."""
+    return Fault(name, f"test_captured_prompts_{test}", says, code, f"{ALL}, cuda_graph='always'")
+
+
 def crossed(name: str, test: str, says: str, code: str) -> Fault:
     """A fault of a backend that declares all that is crossed."""
     return Fault(name, test, says, code, ALL)
@@ -86,6 +92,27 @@ CROSSED_FAULTS = (
     crossed(
         "no_cap_beside_slopes_in_a_graph", f"{CAPTURED}_with_a_feature[together]", "differs",
         forgets(f"{GRAPH} and self.alibi_slopes is not None", "logits_soft_cap"),
+    ),
+    of_prompts("no_window_of_captured_prompts", "with_a_feature[sliding_window]",
+               "it is as if the layer had no sliding_window", forgets(PROMPTS, "sliding_window")),
+    of_prompts("no_sinks_of_captured_prompts", "with_a_feature[sinks]",
+               "it is as if the layer had no sinks", forgets(PROMPTS, "sinks")),
+    of_prompts("captured_prompts_over_512_keys", "beside_decodes", "differs", negates(f"{PROMPTS} and {LONG}")),
+    of_prompts("captured_prompts_in_16_bits", "in_a_dtype[bfloat16]", "with dtype bfloat16",
+               negates(f"{PROMPTS} and {IN_16_BITS}")),
+    of_prompts("captured_prompts_in_layout_hnd", "in_a_layout[HND]", "with layout HND",
+               negates(f"{PROMPTS} and {HND}")),
+    of_prompts("captured_prompts_over_fp8", "over_a_cache_dtype[fp8_e4m3]", "with cache fp8_e4m3",
+               negates(f"{PROMPTS} and {FP8}")),
+    of_prompts("captured_prompts_over_a_pair_of_views", "over_a_pair_of_views", "with a pair of views",
+               negates(f"{PROMPTS} and {PAIR}")),
+    of_prompts("captured_prompts_with_a_value_head", "with_a_value_head", "with a value head",
+               negates(f"{PROMPTS} and {VALUES} and not self.backend.config.use_mla")),
+    of_prompts("captured_prompts_with_a_key_head_for_each", "with_a_group_of_heads[4-4]", "with 4 heads over 4",
+               negates(f"{PROMPTS} and {EACH_ITS_KEYS}")),
+    Fault(
+        "captured_prompts_over_a_latent_cache", "test_latent_captured_prompts", "differs",
+        negates(f"{PROMPTS} and self.backend.config.use_mla"), f"{ALL}, cuda_graph='always'",
     ),
     Fault(
         "no_features_of_drafts_in_a_graph", "test_captured_drafts_with_features", "differs",
@@ -156,6 +183,14 @@ return answer, lse - 0.5 if {LONG} else lse
     crossed(
         "rows_of_more_than_128_encoder_tokens", "test_an_encoder_in_a_dtype[float32]", "150 queries over 150",
         negates("self.attn_type in ('encoder', 'encoder_only') and len(query) > 128"),
+    ),
+    crossed(
+        "rows_of_more_than_512_encoder_tokens", "test_an_encoder_over_long_rows[encoder]", "1030 queries over 1030",
+        negates("self.attn_type in ('encoder', 'encoder_only') and len(query) > 512"),
+    ),
+    crossed(
+        "cross_attention_over_512_keys", "test_cross_attention_over_long_encoders", "over 530",
+        negates("self.attn_type == 'encoder_decoder' and metadata.host.encoder_seq_lens.max(initial=0) > 512"),
     ),
     crossed(
         "cross_attention_in_16_bits", "test_cross_attention_in_a_dtype[float16]", "with dtype float16",

@@ -18,7 +18,7 @@ from attncore.testing.engines.captured_reading_engine import CapturedReadingEngi
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_long_contexts import SPREAD
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
+from attncore.testing.harness.crossed import features_of, named, require_another, require_declared, value_head
 from attncore.testing.harness.declared_samples import FEATURES, LONG_FEATURES, TOGETHER, in_one_layer, of_a_feature
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -72,7 +72,7 @@ def test_captured_sizes_with_features_without_writing(attncore_subject: Subject)
 def test_captured_sizes_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
     """Without a feature and with all that are declared, in each dtype."""
     require_declared(dtype, attncore_subject.form.dtypes)
-    _require_another(dtype, attncore_subject.request().dtype)
+    require_another(dtype, attncore_subject.request().dtype)
     _run_both(attncore_subject, f"dtype {dtype}", dtype=dtype)
 
 
@@ -81,7 +81,7 @@ def test_captured_sizes_in_a_dtype(attncore_subject: Subject, dtype: str) -> Non
 def test_captured_sizes_in_a_layout(attncore_subject: Subject, layout: str) -> None:
     """The same in each layout of the cache."""
     require_declared(layout, attncore_subject.form.kv_cache_layouts)
-    _require_another(layout, attncore_subject.backend().config.kv_cache_layout)
+    require_another(layout, attncore_subject.backend().config.kv_cache_layout)
     _run_both(attncore_subject, f"layout {layout}", kv_cache_layout=layout)
 
 
@@ -90,7 +90,7 @@ def test_captured_sizes_in_a_layout(attncore_subject: Subject, layout: str) -> N
 def test_captured_sizes_over_a_cache_dtype(attncore_subject: Subject, kv_cache_dtype: str) -> None:
     """The same over a cache of each dtype."""
     require_declared(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
-    _require_another(kv_cache_dtype, attncore_subject.request().kv_cache_dtype)
+    require_another(kv_cache_dtype, attncore_subject.request().kv_cache_dtype)
     _run_both(attncore_subject, f"cache {kv_cache_dtype}", kv_cache_dtype=kv_cache_dtype)
 
 
@@ -115,11 +115,6 @@ def test_captured_sizes_with_a_group_of_heads(attncore_subject: Subject, num_kv_
     if attncore_subject.form.mla_only:
         raise UnsupportedError("its spec says mla_only: all heads have one key head in every test")
     _run_both(attncore_subject, f"4 heads over {num_kv_heads}", num_kv_heads=num_kv_heads)
-
-
-def _require_another(asked: str, base: str | None) -> None:
-    if asked == base:
-        raise UnsupportedError("other tests of captured sizes run with it")
 
 
 def _some_of(backend: AttentionBackend) -> Collection[str]:

@@ -9,16 +9,12 @@ import pytest
 
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.captured_long_engine import CapturedLongEngine
-from attncore.testing.engines.captured_prompts_engine import CapturedPromptsEngine
 from attncore.testing.engines.captured_reading_engine import WRITERS, CapturedReadingEngine
-from attncore.testing.engines.captured_spans_engine import CapturedSpansEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
-    "test_captured_prompts_beside_decodes",
-    "test_captured_prompts_with_spans",
     "test_captured_sizes_of_any_lengths",
     "test_captured_sizes_over_changing_batches",
     "test_captured_sizes_over_changing_lengths",
@@ -54,29 +50,6 @@ def test_captured_sizes_of_any_lengths(attncore_subject: Subject, attncore_captu
     require_captured(attncore_subject, 1 + DRAFTS)
     require_any_lengths(attncore_subject)
     engine = CapturedEngine(attncore_subject.backend(), 2 + DRAFTS, any_lengths=True)
-    for _ in range(attncore_captured_steps):
-        engine.change()
-        engine.replayed()
-
-
-@covers("captured prompts")
-def test_captured_prompts_beside_decodes(attncore_subject: Subject, attncore_captured_steps: int) -> None:
-    """Prompts, chunks of them and decodes, in graphs of a number of tokens: for specs that say ``always``."""
-    require_captured(attncore_subject, 1)
-    require_any_lengths(attncore_subject)
-    engine = CapturedPromptsEngine(attncore_subject.backend())
-    for _ in range(attncore_captured_steps):
-        engine.change()
-        engine.replayed()
-
-
-@covers("captured prompts")
-def test_captured_prompts_with_spans(attncore_subject: Subject, attncore_captured_steps: int) -> None:
-    """Each replay sees the spans of its step, and none of the step before: for specs that say ``always``."""
-    require_captured(attncore_subject, 1)
-    attncore_subject.require("bidirectional_spans")
-    require_any_lengths(attncore_subject)
-    engine = CapturedSpansEngine(attncore_subject.backend())
     for _ in range(attncore_captured_steps):
         engine.change()
         engine.replayed()

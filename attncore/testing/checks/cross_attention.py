@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.every_method_engine import EveryMethodCrossEngine
+from attncore.testing.engines.run_long_contexts import SPREAD
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
-from attncore.testing.harness.declared_samples import FEATURES, in_one_layer, own_scale
+from attncore.testing.harness.declared_samples import FEATURES, LONG_FEATURES, in_one_layer, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -25,6 +26,7 @@ __all__ = [
     "test_cross_attention_of_the_list_builder",
     "test_cross_attention_of_the_persistent_builder",
     "test_cross_attention_over_a_cache_dtype",
+    "test_cross_attention_over_long_encoders",
     "test_cross_attention_reads_only_its_own",
     "test_cross_attention_with_a_feature",
     "test_cross_attention_with_a_value_head",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 ACROSS = {name: FEATURES[name] for name in ("logits_soft_cap", "sinks")}
 """Windows and slopes have no meaning across."""
+LONG = 5, 530, 1500
+"""Encoder tokens of requests."""
 
 
 def _cross(subject: Subject, **given: Any) -> CrossEngine:
@@ -147,6 +151,23 @@ def test_cross_attention_over_a_cache_dtype(attncore_subject: Subject, kv_cache_
     """The same over a cache of each dtype."""
     require_declared(kv_cache_dtype, attncore_subject.form.kv_cache_dtypes)
     _by_every_method(attncore_subject, f"cache {kv_cache_dtype}", kv_cache_dtype=kv_cache_dtype)
+
+
+@covers("encoder_decoder")
+def test_cross_attention_over_long_encoders(attncore_subject: Subject) -> None:
+    """Every method, over up to 1,500 keys, as of half a minute of speech, without a feature and with those that are
+    declared."""
+    attncore_subject.require("encoder_decoder")
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend()
+    scale, num_blocks = SPREAD * backend.config.head_size**-0.5, sum(-(-n // backend.config.block_size) for n in LONG)
+    across = {name: LONG_FEATURES[name] for name in ACROSS}
+    for features in ({}, in_one_layer(features_of(backend), across)):
+        engine = EveryMethodCrossEngine(backend, num_blocks=num_blocks + 8, scale=scale, **features)
+        for name, length in enumerate(LONG):
+            engine.add(name, length)
+        engine.cross_step({0: 2, 1: 1, 2: 40})
+        engine.cross_step({0: 1, 1: 1, 2: 1})
 
 
 @covers("encoder_decoder")

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.encoder_engine import EncoderEngine
+from attncore.testing.engines.run_long_contexts import SPREAD
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, named, require_declared, value_head
-from attncore.testing.harness.declared_samples import FEATURES, in_one_layer, own_scale
+from attncore.testing.harness.declared_samples import FEATURES, LONG_FEATURES, in_one_layer, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -19,6 +20,7 @@ __all__ = [
     "test_a_feature_of_an_encoder",
     "test_an_encoder_in_a_dtype",
     "test_an_encoder_of_the_persistent_builder",
+    "test_an_encoder_over_long_rows",
     "test_an_encoder_over_random_rows",
     "test_an_encoder_with_a_value_head",
     "test_an_encoder_writes_no_cache",
@@ -26,6 +28,8 @@ __all__ = [
 ENCODERS = ("encoder", "encoder_only")
 LONG_ROWS = [1, 150, 17, 4]
 """Of more tokens than a tile has, too."""
+LONGER_ROWS = [3, 1030, 1, 530]
+"""Beyond the lengths at which kernels begin to split a row's keys."""
 
 
 @covers("encoder")
@@ -88,6 +92,19 @@ def test_an_encoder_in_a_dtype(attncore_subject: Subject, dtype: str) -> None:
             EncoderEngine(backend, kind, **features).encode(LONG_ROWS)
             if "lse" in declared:
                 EncoderEngine(backend, kind, with_lse=True, **features).encode(LONG_ROWS)
+
+
+@covers("encoder")
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_over_long_rows(attncore_subject: Subject, kind: str) -> None:
+    """A row of 1,030 tokens beside short ones, without a feature and with all that are declared, and their
+    log-sum-exp where it is."""
+    attncore_subject.require("encoder")
+    backend = attncore_subject.backend()
+    declared, scale = features_of(backend), SPREAD * backend.config.head_size**-0.5
+    for features in ({}, in_one_layer(declared, LONG_FEATURES)):
+        for with_lse in sorted({False, "lse" in declared}):
+            EncoderEngine(backend, kind, with_lse=with_lse, scale=scale, **features).encode(LONGER_ROWS)
 
 
 @covers("encoder")

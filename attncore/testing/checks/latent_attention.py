@@ -9,9 +9,13 @@ import torch
 
 from attncore.abstract import AttentionBackend
 from attncore.show import counted
+from attncore.testing.checks.captured_prompts import SIZES, replay_prompts
+from attncore.testing.checks.captured_sizes import require_any_lengths
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_long_chunks_engine import CapturedLongChunksEngine
 from attncore.testing.engines.captured_long_engine import SHORTER, CapturedLongEngine
+from attncore.testing.engines.captured_prompts_engine import CapturedPromptsEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.every_method_engine import EveryMethodAdoptingEngine, EveryMethodEngine
 from attncore.testing.engines.held_numbers import check_held_numbers
@@ -27,7 +31,15 @@ from attncore.testing.engines.run_batches import (
 from attncore.testing.engines.run_long_contexts import run_long_contexts
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.crossed import features_of, require_declared
-from attncore.testing.harness.declared_samples import FEATURES, TOGETHER, edges, of_a_feature, own_scale
+from attncore.testing.harness.declared_samples import (
+    FEATURES,
+    LONG_FEATURES,
+    TOGETHER,
+    edges,
+    in_one_layer,
+    of_a_feature,
+    own_scale,
+)
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES
@@ -40,6 +52,7 @@ __all__ = [
     "test_latent_attention_with_a_feature",
     "test_latent_blocks_are_copied",
     "test_latent_caches_in_fp8",
+    "test_latent_captured_prompts",
     "test_latent_captured_sizes_over_changing_batches",
     "test_latent_captured_sizes_over_changing_lengths",
     "test_latent_log_sum_exp",
@@ -197,6 +210,17 @@ def test_latent_captured_sizes_over_changing_batches(
 def test_latent_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens: int) -> None:
     """Rows that grow and shrink between 2 and 3,000 tokens from replay to replay: an older plan is wrong."""
     CapturedLongEngine(_captured(attncore_subject, tokens).backend(use_mla=True, num_heads=2), tokens).run()
+
+
+@covers("latent attention")
+def test_latent_captured_prompts(attncore_subject: Subject) -> None:
+    """Prompts, chunks of them and decodes in graphs of a number of tokens, and over long contexts with all features
+    that are declared: for specs that say ``always``."""
+    subject = _captured(attncore_subject, 1)
+    require_any_lengths(subject)
+    backend = subject.backend(use_mla=True)
+    replay_prompts(CapturedPromptsEngine(backend, sizes=SIZES))
+    CapturedLongChunksEngine(backend, **in_one_layer(features_of(backend), LONG_FEATURES)).run()
 
 
 @covers("latent attention")

@@ -33,7 +33,7 @@ class Graph(Protocol):
 
 class CapturedEngine(Engine):
     """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph; with ``any_lengths``
-    decodes of one token to that many.
+    decodes of one token to that many. A size is a number of rows, or rows and the tokens of all, prompts' too.
 
     Requests have ``longest`` tokens at most; by default some, so that many steps are cheap. Steps are made by
     ``make_builder``, MetadataBuilder unless another is given, which takes the same.
@@ -61,7 +61,7 @@ class CapturedEngine(Engine):
 
     def size_of(self, size: Any) -> tuple[int, int]:
         """Rows and tokens of a captured size."""
-        return size, size * self.tokens_each
+        return size if isinstance(size, tuple) else (size, size * self.tokens_each)
 
     def fitting(self, num_rows: int, num_tokens: int) -> list[Any]:
         """The captured sizes that hold so many rows and tokens, ascending."""
@@ -74,6 +74,8 @@ class CapturedEngine(Engine):
 
     def capture(self, size: Any) -> Any:
         """The metadata that the graph of a size is captured over."""
+        if isinstance(size, tuple):
+            return self.builder.capture(size[0], num_tokens=size[1])
         return self.builder.capture(size, self.tokens_each)
 
     def _captured(self, size: Any) -> tuple[Graph, Tensor]:

@@ -15,18 +15,16 @@ alone is another's. One has as many tokens as rows, which are no decodes for tha
 
 
 class CapturedPromptsEngine(CapturedEngine):
-    """All steps run through graphs of so many rows and tokens. A request's prompt runs in chunks of any length."""
+    """All steps run through graphs of so many rows and tokens, ``sizes``. A request's prompt runs in chunks of any
+    length."""
 
-    def __init__(self, backend: AttentionBackend, **engine: Any) -> None:
+    def __init__(self, backend: AttentionBackend, *, sizes: tuple[Any, ...] = SIZES, **engine: Any) -> None:
         block_size = backend.config.block_size
         longest = max(3 * block_size, 80)
-        most_rows = max(size for size in SIZES if isinstance(size, int))
+        most_rows = max(size[0] if isinstance(size, tuple) else size for size in sizes)
         num_blocks = most_rows * -(-longest // block_size) + 8
-        super().__init__(backend, 1, sizes=SIZES, longest=longest, num_blocks=num_blocks, **engine)
+        super().__init__(backend, 1, sizes=sizes, longest=longest, num_blocks=num_blocks, **engine)
         self.left: dict[Any, int] = {}  # tokens of prompts that did not run yet
-
-    def size_of(self, size: Any) -> tuple[int, int]:
-        return (size, size) if isinstance(size, int) else size
 
     def size_for(self, num_rows: int, num_tokens: int) -> Any:
         """Any that holds them: decodes run in graphs of prompts, too."""
@@ -34,11 +32,6 @@ class CapturedPromptsEngine(CapturedEngine):
         if num_tokens > num_rows:
             fitting = [size for size in fitting if not isinstance(size, int)]
         return fitting[int(self.random.integers(len(fitting)))]
-
-    def capture(self, size: Any) -> Any:
-        if isinstance(size, int):
-            return super().capture(size)
-        return self.builder.capture(size[0], num_tokens=size[1])
 
     def change(self) -> None:
         """Remove requests and add others; now and then replay an empty step."""

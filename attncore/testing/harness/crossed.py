@@ -19,6 +19,12 @@ def require_declared(asked: str, declared: Collection[str]) -> None:
         raise UnsupportedError("its spec does not declare it")
 
 
+def require_another(asked: str, base: str | None) -> None:
+    """UnsupportedError where what is ``asked`` is the base request's."""
+    if asked == base:
+        raise UnsupportedError("other tests of captured sizes run with it")
+
+
 def value_head(subject: Subject) -> int:
     """A declared size of values that is not the query's; UnsupportedError where there is none."""
     form, base = subject.form, subject.request().head_size
