@@ -97,7 +97,7 @@ CROSSED_FAULTS = (
                "it is as if the layer had no sliding_window", forgets(PROMPTS, "sliding_window")),
     of_prompts("no_sinks_of_captured_prompts", "with_a_feature[sinks]",
                "it is as if the layer had no sinks", forgets(PROMPTS, "sinks")),
-    of_prompts("captured_prompts_over_512_keys", "beside_decodes", "differs", negates(f"{PROMPTS} and {LONG}")),
+    of_prompts("captured_prompts_over_512_keys", "over_long_contexts", "differs", negates(f"{PROMPTS} and {LONG}")),
     of_prompts("captured_prompts_in_16_bits", "in_a_dtype[bfloat16]", "with dtype bfloat16",
                negates(f"{PROMPTS} and {IN_16_BITS}")),
     of_prompts("captured_prompts_in_layout_hnd", "in_a_layout[HND]", "with layout HND",

@@ -29,6 +29,7 @@ __all__ = [
     "test_captured_prompts_in_a_layout",
     "test_captured_prompts_over_a_cache_dtype",
     "test_captured_prompts_over_a_pair_of_views",
+    "test_captured_prompts_over_long_contexts",
     "test_captured_prompts_with_a_feature",
     "test_captured_prompts_with_a_group_of_heads",
     "test_captured_prompts_with_a_value_head",
@@ -40,9 +41,15 @@ STEPS, SIZES = 6, ((4, 24), (8, 96))
 
 @covers("captured prompts")
 def test_captured_prompts_beside_decodes(attncore_subject: Subject, attncore_captured_steps: int) -> None:
-    """Prompts, chunks of them and decodes, in graphs of a number of tokens; over long contexts too."""
+    """Prompts, chunks of them and decodes, in graphs of a number of tokens."""
     _require_captured(attncore_subject)
     replay_prompts(CapturedPromptsEngine(attncore_subject.backend()), attncore_captured_steps)
+
+
+@covers("captured prompts")
+def test_captured_prompts_over_long_contexts(attncore_subject: Subject) -> None:
+    """Chunks behind 1,030 keys beside short ones and decodes."""
+    _require_captured(attncore_subject)
     _run_long(attncore_subject.backend(), {})
 
 

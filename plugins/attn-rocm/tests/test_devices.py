@@ -16,7 +16,8 @@ import torch
 FOLDER = Path(__file__).parent / "under_device"
 SLOW_THERE = (
     "usual or smallest_and_largest or many_requests or log_sum_exp_with or captured_sizes or captured_drafts or "
-    "torch_operator or every_method or long_contexts_with"
+    "torch_operator or every_method or long_contexts_with or captured_prompts_in or captured_prompts_over or "
+    "captured_prompts_with_a or latent_captured_prompts or long_rows or long_encoders"
 )
 """Tests of the kit over many sizes and steps: left to the slow tests, and to a GPU."""
 HALF = "window or log_sum or rank or cross or encoder or list_ or graph or smaller"
