@@ -315,8 +315,7 @@ class Assembly:
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
         self.schedule(scheduled)
         self._check(shape)
-        core.start_moving()
-        moves, num_decodes, num_reqs = kernel.arrange()
+        moves, num_decodes, num_reqs = kernel.arrange(core.start_moving)
         core.take_moves(moves)
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())

@@ -121,18 +121,19 @@ class BatchCore:
 
     def read(self, req_id: Hashable, of_row: Callable[[int], T]) -> T:
         """What ``of_row`` reads of the request's row; ConcurrentUseError where another thread is inside the batch, and
-        for a signal's handler while a build moves rows: they would be another request's numbers.
+        for a signal's handler while rows move: they would be another request's numbers. It is read again where a whole
+        call came in between, of another thread or a handler: what was read before and after does not go together.
         """
         self.settle()
         order, state = self.order, self.state
         for _ in range(READS):
+            entered = state.entered  # first: who comes in from here on is noticed at the end
             state.check_reader()
-            changes = order.changes
             read = of_row(order.row(req_id))
             state.check_reader()
-            if order.changes == changes and not (self.moving and state.busy):
+            if state.entered == entered and not (self.moving and state.busy):
                 return read
-        raise ConcurrentUseError("batch: its rows move while it is read; read it before or after the call")
+        raise ConcurrentUseError("batch: it changes while it is read; read it before or after the call")
 
     def num_computed(self, row: int) -> int:
         return self.state.progress(row)[0]  # type: ignore[no-any-return]
@@ -224,13 +225,14 @@ class BatchCore:
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows, outside of a build."""
         moves = ((i, j),)
+        self.start_moving()
         self.state.swap(moves)
         self.take_moves(moves)
         self.state.dirty = True
         self.count_change()
 
     def start_moving(self) -> None:
-        """Notes that a build moves rows, until ``take_moves`` has followed or a roll-back is over."""
+        """Notes that rows move, until ``take_moves`` has followed or a roll-back is over."""
         self.undo.append((setattr, self, "moving", False))
         self.moving = True
 
@@ -239,6 +241,8 @@ class BatchCore:
         order = self.order
         if moves or (order.req_ids and order.req_ids[-1] is None):
             self.undo.append((self._reorder, order.req_ids.copy(), order.paused.copy()))
+            if moves:  # a roll-back exchanges the rows themselves behind that
+                self.undo.append((setattr, self, "moving", True))
             order.exchange(moves)
             order.drop_last_holes()
             self._count_rows()

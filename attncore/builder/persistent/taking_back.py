@@ -50,6 +50,7 @@ def take_back(assembly: Any, metadata: StepMetadata, *more: tuple[Any, ...]) -> 
         undo.append((assembly.side.take_back, step))
     if assembly.overlap is not None:
         undo.append((assembly.overlap.forget,))
+    core.start_moving()
     core.undo.extend(undo)  # in one call: where the roll-back is interrupted, the next call goes on with it
     core.state.roll_back()
 

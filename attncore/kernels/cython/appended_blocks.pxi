@@ -25,6 +25,7 @@ def append_blocks(BatchState batch, TableState table, order, dict given):
     rows = <length_t*> PyMem_Malloc(count * sizeof(length_t))
     if rows == NULL:
         return False
+    batch.num_callers += 1
     try:
         return find_rows(batch, row_of, given, rows) and append_rows(table, given, count, rows)
     finally:
@@ -131,6 +132,7 @@ def append_blocks_by_group(BatchState batch, tuple tables, tuple names, order, d
     appended = <Appended*> PyMem_Malloc(count * len(tables) * sizeof(Appended))
     if appended == NULL:
         return False
+    batch.num_callers += 1
     try:
         num_appended = find_appended(batch, tables, names, row_of, given, appended)
         if num_appended < 0:

@@ -32,17 +32,24 @@ cdef class Entrance:
     Before each change the caller appends to ``undo`` how to take it back: a tuple (function, *arguments). The end of
     the block forgets these, an exception in it calls them, the last first. An exception may come between any two
     bytecodes (KeyboardInterrupt, out of a signal handler), and so inside these calls too: the next caller then goes on
-    with them, for which each must be right to call twice. ``refused`` makes the error for a second caller.
+    with them, for which each must be right to call twice. ``refused`` makes the error for a second caller. ``entered``
+    tells those who read without entering whether a caller came in meanwhile.
     """
 
     cdef int state
     cdef int forks
     cdef unsigned long thread
+    cdef slot_t num_callers  # that came in so far
     cdef readonly list undo
     cdef public object refused
 
     def __cinit__(self):
         self.state, self.undo, self.refused = FREE, [], RuntimeError
+
+    @property
+    def entered(self):
+        """Another number once a caller came in."""
+        return self.num_callers
 
     @property
     def busy(self):
@@ -84,6 +91,7 @@ cdef class Entrance:
 cdef inline void begin(Entrance entrance) noexcept:
     """Makes the caller the one inside. A direct call, which undoes nothing, sets the state FREE at its end."""
     entrance.state, entrance.forks = INSIDE, num_forks
+    entrance.num_callers += 1
     entrance.thread = PyThread_get_thread_ident()
 
 

@@ -20,6 +20,7 @@ def roll_back(BatchState batch, order, dict given):
     if rows == NULL:
         return False
     computed = rows + count
+    batch.num_callers += 1
     try:
         while PyDict_Next(given, &position, &name, &number):
             rows[k] = plain_row(batch, row_of, name)

@@ -194,11 +194,10 @@ cdef class SentSteps:
             shape = self._eager(num_tokens)
             if shape is None:
                 return None
-        moves, num_decodes, num_reqs = kernel.arrange()
+        moves, num_decodes, num_reqs = kernel.arrange(self.core.start_moving)
         names = self.order.req_ids
         n = PyList_GET_SIZE(names)
         if moves or (n and PyList_GET_ITEM(names, n - 1) == <PyObject*> None):
-            self.core.start_moving()
             self.core.take_moves(moves)
             names = self.order.req_ids
         self._begin(shape)

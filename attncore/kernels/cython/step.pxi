@@ -137,16 +137,18 @@ cdef class StepKernel:
         cdef length_t code = check_shape(self.batch, self.query_lens, shape, &failure)
         return code, failure.row, failure.token
 
-    def arrange(self):
+    def arrange(self, start_moving):
         """Orders rows and query_lens by the fewest swaps: decodes (up to the threshold), prefills (more), rest (0).
 
         Returns (the swaps in turn, decodes, decodes and prefills). A roll-back takes the swaps of rows back.
+        ``start_moving`` is called before the first swap, where there is one.
         """
         cdef length_t i, count, num_decodes, num_prefills, n = self.batch.num_rows
         mark_kinds(self.query_lens, n, self.decode_threshold, self.kinds, &num_decodes, &num_prefills)
         count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
         cdef tuple moves = tuple([(self.swaps[2 * i], self.swaps[2 * i + 1]) for i in range(count)]) if count else ()
         if count:
+            start_moving()
             self.batch.undo.append((self.batch.unswap, moves))
         for i in range(count):
             swap_rows(self.batch, self.swaps[2 * i], self.swaps[2 * i + 1])

@@ -23,6 +23,11 @@ class Entrance:
         """Not 0 while somebody is inside, and where something is left to undo: no loop runs a step without entering."""
 
     @property
+    def entered(self) -> object:
+        """Another one once a caller came in."""
+        return self.last
+
+    @property
     def busy(self) -> bool:
         return self.last is not None and self.last.lasts()
 

@@ -7,6 +7,7 @@ the batch, and names of requests and cached views, which are Python's, are writt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -271,12 +272,13 @@ class StepKernel(Words):
     def check_shape(self, shape: StepShape) -> tuple[int, int, int]:
         return check_shape(self.batch.address, self._lens, shape.address)  # type: ignore[no-any-return]
 
-    def arrange(self) -> tuple[tuple[tuple[int, int], ...], int, int]:
+    def arrange(self, start_moving: Callable[[], None]) -> tuple[tuple[tuple[int, int], ...], int, int]:
         n, lens = self.batch.num_rows, self.query_lens
         num_decodes, num_prefills = mark_kinds(lens, n, self.decode_threshold, self.kinds)
         count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
         moves = tuple((i, j) for i, j in self.swaps[:count].tolist())
         if moves:
+            start_moving()
             self.batch.swap(moves)
         for i, j in moves:
             lens[i], lens[j] = lens[j], lens[i]
