@@ -14,7 +14,6 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, TOGETHER, of_a_feature, own_scale
 from attncore.testing.harness.draw_batches import explore, lengths
-from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
@@ -24,15 +23,6 @@ __all__ = [
     "test_plain_prompts_of_the_list_builder",
     "test_steps_of_the_list_builder",
 ]
-
-
-def _list_step(engine: Engine, *args: Any, **kwargs: Any) -> None:
-    try:
-        engine.list_step(*args, **kwargs)
-    except ValueError as error:
-        if str(error).startswith("metadata"):
-            raise UnsupportedError(str(error)) from error
-        raise
 
 
 @covers("list builder")
@@ -45,7 +35,7 @@ def test_plain_prompts_of_the_list_builder(attncore_subject: Subject) -> None:
     prompts = {"a": 1, "b": engine.block_size, "c": 2 * engine.block_size + 1}
     for name, length in prompts.items():
         engine.add(name, length)
-    _list_step(engine, prompts, {})
+    engine.list_step(prompts, {})
 
 
 @covers("list builder")
@@ -104,7 +94,7 @@ def test_a_profiling_run_of_the_list_builder(attncore_subject: Subject) -> None:
     engine = Engine(attncore_subject.backend())
     for name, length in (("a", 3), ("b", engine.block_size + 1)):
         engine.add(name, length)
-    _list_step(engine, {"a": 3, "b": engine.block_size + 1}, {}, profiling=True)
+    engine.list_step({"a": 3, "b": engine.block_size + 1}, {}, profiling=True)
 
 
 def _mixed(engine: Engine, prompts: list[tuple[int, int]], decodes: list[int], *, hit: bool) -> None:
@@ -114,4 +104,4 @@ def _mixed(engine: Engine, prompts: list[tuple[int, int]], decodes: list[int], *
     for name, context in contexts.items():
         engine.add(name, context + tokens.get(name, 1))
     engine.fill(contexts)
-    _list_step(engine, tokens, {name: 1 for name in contexts if name not in tokens}, hit=hit)
+    engine.list_step(tokens, {name: 1 for name in contexts if name not in tokens}, hit=hit)

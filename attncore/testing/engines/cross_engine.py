@@ -14,6 +14,7 @@ from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.requests import MAX_REQUESTS, History
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
+from attncore.testing.harness.errors import may_be_refused
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl
@@ -72,7 +73,7 @@ class CrossEngine(Engine):
         self, prompts: Mapping[Any, int], decodes: Sequence[Any], *, pad: int = -1, profiling: bool = False
     ) -> Tensor:
         """A step of the list builder: ``prompts`` with their numbers of tokens, whose encoder tokens are computed in
-        it, then ``decodes``."""
+        it, then ``decodes``. RefusedStepError where the backend refuses it."""
         layout = "flashinfer" if reads_page_lists(self.config.spec) else "flash"
         builder = CommonMetadataBuilder(
             self.block_size, layout, encoder_decoder=True, max_seq_len_to_capture=self.num_blocks * self.block_size
@@ -84,10 +85,11 @@ class CrossEngine(Engine):
             table, cross = (None, None) if profiling else ([1] * MAX_DECODER_TOKENS, self.tables[name])
             sequence = OneSequence(index, count, 0 if is_prompt else 1, table)
             groups.append(SequenceGroup(is_prompt, [sequence], False, self.lengths[name], cross))
-        metadata = planned(self.backend, builder.build(groups, pad))
-        if not profiling:
-            self._run_decoder_layer(metadata)
-        return self.run_cross_step(metadata, queries)
+        with may_be_refused():
+            metadata = planned(self.backend, builder.build(groups, pad))
+            if not profiling:
+                self._run_decoder_layer(metadata)
+            return self.run_cross_step(metadata, queries)
 
     def _run_decoder_layer(self, metadata: CommonAttentionMetadata) -> None:
         """Run a decoder layer with a cache of its own over the step, as a model does before its cross layer: what the

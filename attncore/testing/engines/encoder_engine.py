@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.requests import History
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, RefusedStepError, may_be_refused
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -37,13 +38,16 @@ class EncoderEngine(Engine):
         """A step of prompts of ``lengths`` tokens (for ``encoder``: prompts whose encoders have so many tokens).
 
         With ``cached`` the layer is handed a cache, of which nothing may change. The step is the list builder's, or the
-        ``persistent`` one's, in which rows have tables and slots, those of decoder layers beside this one.
+        ``persistent`` one's, in which rows have tables and slots, those of decoder layers beside this one; that, too,
+        where the backend refuses the list builder's.
         """
         self._require_length(max(lengths, default=0))
-        if persistent:
-            step, lengths = self._of_a_batch(lengths)
-        else:
-            step = self._of_a_list(lengths)
+        if not persistent:
+            with suppress(RefusedStepError), may_be_refused():
+                return self._encode(self._of_a_list(lengths), lengths, cached=cached, extra=extra)
+        return self._encode(*self._of_a_batch(lengths), cached=cached, extra=extra)
+
+    def _encode(self, step: CommonAttentionMetadata, lengths: Sequence[int], *, cached: bool, extra: int) -> Tensor:
         metadata = planned(self.backend, step)
         query, key, value = self.drawn.query_key_value(sum(lengths) + extra)
         self.fill_padding((query, key, value), sum(lengths))

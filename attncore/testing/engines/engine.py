@@ -25,7 +25,7 @@ from attncore.testing.engines.random_tensors import FP8, RandomTensors
 from attncore.testing.engines.requests import History, Requests
 from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, may_be_refused
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -144,7 +144,7 @@ class Engine(Requests):
         """Run a step of the list builder: tokens by request, prompts first; padded by ``pad`` requests from 0 up.
 
         The blocks are those of the persistent batch, which does not hear of the step: a request that runs such a step
-        takes part in no step of the persistent builder afterwards.
+        takes part in no step of the persistent builder afterwards. RefusedStepError where the backend refuses it.
         """
         builder = CommonMetadataBuilder(
             self.block_size,
@@ -162,9 +162,10 @@ class Engine(Requests):
                 sequence = Sequence(len(requests), count, context, table)
                 groups.append(SequenceGroup(is_prompt, [sequence], is_prompt and hit))
                 requests.append(StepRequest(name, count, context))
-        metadata = planned(self.backend, builder.build(groups, pad))
-        self.unpadded = builder.build(groups) if pad > 0 else None
-        return self.run_step(metadata, requests, profiling=profiling)
+        with may_be_refused():
+            metadata = planned(self.backend, builder.build(groups, pad))
+            self.unpadded = builder.build(groups) if pad > 0 else None
+            return self.run_step(metadata, requests, profiling=profiling)
 
     def run_step(
         self,

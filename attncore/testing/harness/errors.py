@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import attncore
@@ -30,12 +32,27 @@ class UnsupportedError(AttncoreError):
     """The backend says, or its spec does, that it cannot do this here; shown as unsupported, with the reason."""
 
 
+class RefusedStepError(UnsupportedError):
+    """The backend refuses a step of the list builder, as it may: by a ValueError that begins with ``metadata``."""
+
+
 class NotRunError(UnsupportedError):
     """Something that the check builds on is wrong, and a test of its own says so; shown as not run."""
 
 
 class NothingToRefuseError(UnsupportedError):
     """The backend declares what would be refused; there is nothing to check, and no row for it."""
+
+
+@contextmanager
+def may_be_refused() -> Iterator[None]:
+    """RefusedStepError where the backend refuses the step of the list builder that is run."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("metadata"):
+            raise
+        raise RefusedStepError(str(error)) from error
 
 
 def text_of(error: BaseException) -> str:
