@@ -12,6 +12,7 @@ from process_changes import ASKED
 
 import attncore
 from attncore.array_arguments import as_array, check_tensor
+from attncore.registry.plugins import half_imported
 from attncore.registry.plugins.left_as_found import Process
 from attncore.registry.plugins.torch_settings import TorchSettings
 
@@ -105,24 +106,59 @@ def test_half_of_torch_has_no_tensors(half_torch):
     assert {*half_torch.asked} <= {"Tensor", "dtype"}  # types alone, which are names of it
 
 
-def test_a_module_whose_import_fails_meanwhile_does_not_come_back(monkeypatch):
-    """Half of it would then pass for the whole."""
-    half = ModuleType("half_of_another_thread")
-    half.__spec__ = importlib.machinery.ModuleSpec(half.__name__, None)
-    half.__spec__._initializing = True
-    stays = ModuleType("other_than_attncore")
-    monkeypatch.setitem(sys.modules, "half_of_another_thread", half)
-    monkeypatch.setitem(sys.modules, "other_than_attncore", stays)
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    try:
-        process = Process("a plugin")
-        process.begin()
-        del sys.modules["half_of_another_thread"], sys.modules["other_than_attncore"]
-        process.restore()
-    finally:
-        ended.set()
+IMPORTED_SLOWLY = """
+import sys
+begun, ends = sys.events
+begun.set()
+ends.wait(60)
+raise ImportError("half of it is there")
+"""
+
+
+@pytest.fixture
+def import_of_another_thread(tmp_path, monkeypatch):
+    """The name of a module that another thread is importing, and a function that lets the import fail."""
+    (tmp_path / "half_of_another_thread.py").write_text(IMPORTED_SLOWLY)
+    monkeypatch.syspath_prepend(tmp_path)
+    begun, ends = events = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "events", events, raising=False)
+
+    def run():
+        with pytest.raises(ImportError, match="half of it is there"):
+            importlib.import_module("half_of_another_thread")
+
+    thread = threading.Thread(target=run)
+
+    def end():
+        ends.set()
         thread.join()
-    assert "half_of_another_thread" not in sys.modules
+
+    thread.start()
+    assert begun.wait(60)
+    yield "half_of_another_thread", end
+    end()
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["by locks", "of all modules"])
+def test_what_another_thread_imports_is_half_imported(monkeypatch, import_of_another_thread, locks):
+    name, end = import_of_another_thread
+    if not locks:  # a Python that does not say which modules are being imported
+        monkeypatch.setattr(half_imported, "_LOCKS", None)
+    assert half_imported.half_imported(sys.modules.copy()) == {name}
+    modules = sys.modules.copy()
+    end()
+    assert half_imported.half_imported(modules) == set()
+
+
+def test_a_module_whose_import_fails_meanwhile_does_not_come_back(monkeypatch, import_of_another_thread):
+    """Half of it would then pass for the whole."""
+    name, end = import_of_another_thread
+    stays = ModuleType("other_than_attncore")
+    monkeypatch.setitem(sys.modules, "other_than_attncore", stays)
+    process = Process("a plugin")
+    process.begin()
+    end()
+    del sys.modules["other_than_attncore"]
+    process.restore()
+    assert name not in sys.modules
     assert sys.modules["other_than_attncore"] is stays

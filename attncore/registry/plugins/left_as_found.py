@@ -22,7 +22,7 @@ from typing import Any
 
 from attncore.logged import logged
 from attncore.quoted import describe_error, type_name
-from attncore.registry.plugins.half_imported import is_half_imported
+from attncore.registry.plugins.half_imported import half_imported
 from attncore.registry.plugins.interpreter_settings import InterpreterSettings
 from attncore.registry.plugins.replaced_functions import ReplacedFunctions
 from attncore.registry.plugins.torch_settings import TorchSettings
@@ -168,10 +168,7 @@ class _Modules:
     def __init__(self) -> None:
         self.table: dict[str, Any] = sys.modules
         self._found = self.table.copy()
-        self._half: set[str] = set()
-        if threading.active_count() > 1:
-            modules = [(name, one) for name, one in self._found.items() if type(one) is ModuleType]
-            self._half.update(name for name, one in modules if is_half_imported(one))
+        self._half = half_imported(self._found) if threading.active_count() > 1 else set()
 
     def restore(self) -> None:
         """As they were found; those that were imported since stay, unless one of attncore's of before was lost."""
