@@ -1,5 +1,6 @@
 """Faults of steps that the backend's own list builder plans, and of captured sizes that its state writes."""
 
+from testing.crossed_faults import forgets
 from testing.faulty_backend import Fault, forward
 
 EAGER, CAPTURED = "test_steps_of_its_own_list_builder[None-False]", "test_captured_sizes_of_its_own_list_builder"
@@ -152,5 +153,17 @@ if metadata.use_cuda_graph and metadata.builder is None:
     metadata = changed(metadata, seq_lens=vars(self.backend)["lens"][metadata.num_reqs])
 return whole(query, key, value, kv_cache, metadata, output)
 """),
+    ),
+    Fault(
+        "no_cap_in_steps_of_its_own_list_builder",
+        "test_a_feature_of_its_own_list_builder[logits_soft_cap]",
+        "it is as if the layer had no logits_soft_cap",
+        forgets("metadata.from_groups and not metadata.use_cuda_graph", "logits_soft_cap"),
+    ),
+    Fault(
+        "no_window_in_a_captured_size_of_the_list_builder",
+        "test_a_feature_of_captured_sizes_of_its_own_list_builder[sliding_window]",
+        "it is as if the layer had no sliding_window",
+        forgets("metadata.from_groups and metadata.use_cuda_graph", "sliding_window"),
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,13 +17,21 @@ from attncore.builder.lists.dialects import DIALECTS
 from attncore.testing.engines.own_list_builder import CapturedListEngine, ListBuilderEngine
 from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared_samples import FEATURES, TOGETHER, of_a_feature
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
 
-__all__ = ["test_captured_sizes_of_its_own_list_builder", "test_steps_of_its_own_list_builder"]
+__all__ = [
+    "test_a_feature_of_captured_sizes_of_its_own_list_builder",
+    "test_a_feature_of_its_own_list_builder",
+    "test_captured_sizes_of_its_own_list_builder",
+    "test_steps_of_its_own_list_builder",
+]
+STEPS = 10
+"""Replays of each feature."""
 
 
 @contextmanager
@@ -73,14 +81,44 @@ def test_steps_of_its_own_list_builder(attncore_subject: Subject, window: int | 
         engine.step({"c": 1})
 
 
+@covers("list builder for the backend")
+@pytest.mark.parametrize("feature", [*FEATURES, TOGETHER])
+def test_a_feature_of_its_own_list_builder(attncore_subject: Subject, feature: str) -> None:
+    """Prompts, decodes, both, and a step that has advanced, with each feature that is declared, and all."""
+    attncore_subject.require_phase("prefill", "decode")
+    features = of_a_feature(feature, attncore_subject.form.features)
+    backend = attncore_subject.backend()
+    with _may_be_refused(backend):
+        engine = ListBuilderEngine(backend, chunked_prefill=True, **features)
+        prompts = {"a": 2 * engine.block_size + 1, "b": 3}
+        for name, length in prompts.items():
+            engine.add(name, length + 16)
+        engine.step(prompts)
+        engine.step({"a": 1, "b": 4})
+        engine.step(dict.fromkeys(prompts, 1))
+        engine.advance()
+
+
+@covers("captured sizes of the list builder")
+@pytest.mark.parametrize("feature", [*FEATURES, TOGETHER])
+def test_a_feature_of_captured_sizes_of_its_own_list_builder(attncore_subject: Subject, feature: str) -> None:
+    """Decodes of the state's captured sizes, with each feature that is declared, and all."""
+    attncore_subject.require_graphs("prefill", "decode")
+    features = of_a_feature(feature, attncore_subject.form.features)
+    _replay(attncore_subject.backend(), STEPS, **features)
+
+
 @covers("captured sizes of the list builder")
 def test_captured_sizes_of_its_own_list_builder(attncore_subject: Subject, attncore_captured_steps: int) -> None:
     """Decodes of the state's captured sizes, written by ``prepare`` and ``build`` in turns, over batches that grow,
     shrink and change their order; prompts and empty steps in between."""
     attncore_subject.require_graphs("prefill", "decode")
-    backend = attncore_subject.backend()
+    _replay(attncore_subject.backend(), attncore_captured_steps)
+
+
+def _replay(backend: AttentionBackend, steps: int, **features: Any) -> None:
     with _may_be_refused(backend):
-        engine = CapturedListEngine(backend)
-        for _ in range(attncore_captured_steps):
+        engine = CapturedListEngine(backend, **features)
+        for _ in range(steps):
             engine.change()
             engine.replayed()
