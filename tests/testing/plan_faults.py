@@ -345,6 +345,24 @@ return answer
         facts="host_lengths='bounded'",
     ),
     Fault(
+        "a_window_that_begins_by_the_bounds_of_the_host",
+        "test_lengths_on_the_host_that_are_upper_bounds[features]",
+        "differs from dense",
+        "import dataclasses\n"
+        + forward("""
+known = {name: getattr(metadata, name).numpy() for name in ("seq_lens", "context_lens")}
+beyond = int((metadata.host.seq_lens - known["seq_lens"]).max(initial=0))
+sound, window = self._scoring, self.sliding_window
+if window is not None and beyond > 0:
+    self._scoring = dataclasses.replace(sound, sliding_window=max(1, window - beyond))
+try:
+    return whole(query, key, value, kv_cache, changed(metadata, **known), output)
+finally:
+    self._scoring = sound
+"""),
+        "host_lengths='bounded'",
+    ),
+    Fault(
         "longest_request_taken_for_its_length",
         "test_lengths_that_the_host_does_not_know",
         "differs from dense",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from attncore.builder.fields import DERIVED
@@ -14,6 +15,7 @@ from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.requests import MAX_REQUESTS
 from attncore.testing.engines.steps_on_device import copied, plan
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared_samples import in_one_layer
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
@@ -22,15 +24,20 @@ DRAFTS = 2
 
 
 @covers("host lengths")
-def test_lengths_on_the_host_that_are_upper_bounds(attncore_subject: Subject) -> None:
-    """Overlapped steps: the device knows how many drafts of the last step were rejected, and the host does not."""
+@pytest.mark.parametrize("with_features", [False, True], ids=["plain", "features"])
+def test_lengths_on_the_host_that_are_upper_bounds(attncore_subject: Subject, with_features: bool) -> None:
+    """Overlapped steps: the device knows how many drafts of the last step were rejected, and the host does not. With
+    all features that are declared, too: a window begins by the length that the device knows."""
     form = attncore_subject.form
     attncore_subject.require_phase("prefill", "decode")
     if form.host_lengths == "exact":
         raise UnsupportedError("its spec says host_lengths='exact'")
+    features = in_one_layer(form.features) if with_features else {}
+    if with_features and not features:
+        raise UnsupportedError("its spec declares none of these features")
     backend = attncore_subject.backend()
     rejected = torch.zeros(MAX_REQUESTS, dtype=torch.int32, device=backend.config.device)
-    engine = BuilderEngine(backend, depth=2, num_rejected=rejected)
+    engine = BuilderEngine(backend, depth=2, num_rejected=rejected, **features)
     size = engine.block_size
     for name in range(4):
         engine.add(name, 3 * size + 16)
