@@ -78,14 +78,13 @@ class SdpaImpl(RocmImpl):
         hidden = distance < 0
         if self.sliding_window is not None:
             hidden = hidden | (distance >= self.sliding_window)
-        bias = torch.zeros(distance.shape, dtype=torch.float32, device=query.device)
-        if self.slopes is not None:
+        bias = torch.zeros(distance.shape, dtype=query.dtype, device=query.device)
+        if self.slopes is not None:  # in 16 bits biases of far keys would differ by whole units from what they are
             bias = -self.slopes[:, None, None] * distance
-        bias = bias.masked_fill(hidden, float("-inf")).to(query.dtype)
+        bias = bias.masked_fill(hidden, float("-inf"))
+        query, key, value = (tensor.to(bias.dtype) for tensor in (query.transpose(0, 1), key, value))
         with torch.autocast(query.device.type, enabled=False):  # which would round the tensors of a float32 model
-            return scaled_dot_product_attention(
-                query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
-            ).transpose(0, 1)
+            return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale).transpose(0, 1)
 
 
 def _times(tokens: Tensor, scale: float | Tensor) -> Tensor:
