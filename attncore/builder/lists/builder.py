@@ -137,8 +137,13 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         return self._build_step(groups, -1, _new_arrays, planned=False)
 
     def _build(
-        self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
+        self,
+        groups: Iterable[SequenceGroup],
+        cuda_graph_pad_size: int,
+        allocate: Allocate,
+        commit: Callable[[CommonAttentionMetadata], None] | None = None,
     ) -> CommonAttentionMetadata:
+        """``build`` into the arrays of ``allocate``; ``commit`` is called with the step, inside the builder still."""
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if type(groups) is not tuple:  # a list of its own: reading a value may run code that changes the caller's
             try:
@@ -146,7 +151,10 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             except UNREADABLE:
                 raise error_texts.malformed_groups(groups) from None
         with self.enter():
-            return self._build_step(groups, cuda_graph_pad_size, allocate)
+            metadata = self._build_step(groups, cuda_graph_pad_size, allocate)
+            if commit is not None:
+                commit(metadata)
+            return metadata
 
     def _build_step(
         self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate, *, planned: bool = True

@@ -116,18 +116,19 @@ class CommonAttentionState(FirstGenerationStateNames):
         refuse_while_capturing(self._device, "metadata_for_capture")
         batch_size = arguments.integer("batch_size", batch_size, 1)
         builder, steps = self._check_capturable(batch_size, "metadata_for_capture"), self._steps
-        metadata = steps.metadata.get(batch_size)
-        if metadata is None:
-            metadata = steps.new_metadata(builder, batch_size)
-            if self.backend is not None:
-                self.backend.prepare_capture(metadata, builder)
-        steps.prepared = NOTHING
-        set_host(metadata, steps.buffers.write_empty(batch_size), builder.last_step + 1)
-        if self.backend is not None and self.backend.has_plan:
-            self.backend.plan(metadata)
-        steps.metadata[batch_size] = metadata
-        builder.last_step = metadata.step
-        steps.prepared = metadata, metadata.advanced
+        with builder.enter():  # who writes to the buffers is inside it
+            metadata = steps.metadata.get(batch_size)
+            if metadata is None:
+                metadata = steps.new_metadata(builder, batch_size)
+                if self.backend is not None:
+                    self.backend.prepare_capture(metadata, builder)
+            steps.prepared = NOTHING
+            set_host(metadata, steps.buffers.write_empty(batch_size), builder.last_step + 1)
+            if self.backend is not None and self.backend.has_plan:
+                self.backend.plan(metadata)
+            steps.metadata[batch_size] = metadata
+            builder.last_step = metadata.step
+            steps.prepared = metadata, metadata.advanced
         return metadata
 
     def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
@@ -193,7 +194,6 @@ class CommonAttentionState(FirstGenerationStateNames):
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if builder is None:
             raise ValueError("build: this state has no builder; make it with builder=")
-        metadata: CommonAttentionMetadata
         if cuda_graph_pad_size == -1 or builder.plan is not None or builder.encoder_decoder:
             metadata = builder.build(groups, cuda_graph_pad_size)
             if metadata.use_cuda_graph:
@@ -209,11 +209,12 @@ class CommonAttentionState(FirstGenerationStateNames):
             counts, steps.prepared = (num_seqs, num_reqs, num_pages), NOTHING
             return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
-        metadata = builder._build(groups, cuda_graph_pad_size, allocate)
-        set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts), metadata.step)
-        metadata.source = None
-        steps.prepared = metadata, 0
-        return metadata
+        def commit(metadata: CommonAttentionMetadata) -> None:
+            set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts), metadata.step)
+            metadata.source = None
+            steps.prepared = metadata, 0
+
+        return builder._build(groups, cuda_graph_pad_size, allocate, commit)
 
     def begin_forward(self, metadata: Any) -> None:
         """Called by the engine once per step, before the first layer or the replay.

@@ -2,10 +2,13 @@
 
 import sys
 import threading
+from itertools import count
 
 import numpy as np
 import pytest
+from builder.lists.captured_state import made
 from builder.lists.decodes import decodes, fields
+from interrupted_calls import AtOpcode
 
 from attncore import CommonMetadataBuilder
 from attncore.builder.lists.capture_state import CommonAttentionState
@@ -113,3 +116,34 @@ def test_two_threads_advance_one_step(kernels):
                 assert getattr(metadata.host, name).tolist() == getattr(expected.host, name).tolist()
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("name", ["build", "metadata_for_capture"])
+def test_the_buffers_hold_one_step(kernels, name):
+    """Whatever step a signal's handler, or another thread, prepares while another one is written there."""
+    refused = 0
+    for number in count():
+        builder, state = made("flashinfer", sizes=(2,), kernels=kernels)
+        first = builder.build(decodes([(7, [1, 2]), (3, [5])]), 0)
+        steps = {"build": lambda state=state: state.build(decodes([(5, [8, 9])]), 1)}
+        with state.graph_capture(2):
+            steps["metadata_for_capture"] = lambda state=state: state.metadata_for_capture(2)
+            errors = []
+
+            def prepare(state=state, first=first, errors=errors):
+                try:
+                    state.prepare(first)
+                except ConcurrentUseError as error:
+                    errors.append(error)
+
+            with AtOpcode(number, prepare) as handler:
+                steps[name]()
+        refused += len(errors)
+        found = fields(state._steps.metadata[2])["seq_lens"], fields(state._steps.metadata[2])["paged_kv_indices"][:3]
+        empty = {"build": ([6, 1], [8, 9, 0]), "metadata_for_capture": ([1, 1], [0, 0, 0])}[name]
+        assert found in (empty, ([8, 4], [1, 2, 5])), number
+        prepared = state._steps.prepared[0]
+        assert (prepared is first) == (found != empty), number
+        if not handler.fired:
+            break
+    assert refused > 5
