@@ -28,9 +28,14 @@ ALWAYS = {
     "tests/testing/test_planted_faults.py::test_the_sound_backend_passes_every_test": "without it no fault is planted",
     "tests/fuzz/test_trees.py::TestTreeBatches::runTest": "the only target of draft trees",
     "tests/fuzz/test_layers.py::test_flashinfer": "the only random layers that are planned on the host",
+    "tests/fuzz/test_layers.py::test_latent_flash": "the only ones over latent caches",
+    "tests/fuzz/test_layers.py::test_latent_flashinfer": "and those that are planned there",
+    "tests/fuzz/test_declarations.py::test_sensible_specs": "the only random specs of a whole host",
     "tests/test_docs_use_in_an_engine.py::test_the_snippets_run_from_top_to_bottom": "what a user pastes first",
 }
 """Functions of which a case stays in ``make test`` however long it takes, and why."""
+SHARED = "tests/testing/test_planted_faults.py::test_a_fault_of_each_check_is_found"
+"""Its cases share a run, which counts as the first one's, whichever that is."""
 
 
 def listed():
@@ -62,6 +67,8 @@ def slow_ones(times, kept):
         of_function[test.partition("[")[0]].append((taken, test))
     found = []
     for function, cases in of_function.items():
+        if function == SHARED:
+            continue
         spared = 1 if len(cases) > 1 or function in kept or function.rpartition("::")[0] in kept else 0
         found += [test for taken, test in sorted(cases)[spared:] if taken > LIMIT]
     return sorted(found)

@@ -18,6 +18,7 @@ from attncore.builder import (
 from attncore.graphs import capturing, launch, new_graph
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.own_list_builder import CapturedListEngine, ListBuilderEngine
+from attncore.testing.harness.errors import RefusedStepError
 
 
 def test_steps_of_the_list_builder() -> None:
@@ -138,7 +139,7 @@ def test_a_step_of_a_captured_size_is_replayed_by_its_own_plan(make: Any) -> Non
 def test_windowed_prompts_of_the_list_builder_are_refused() -> None:
     engine = Engine(standin.backend(), sliding_window=5)
     engine.add("a", 12)
-    with pytest.raises(ValueError, match="metadata: the list builder gives the early tokens of a windowed prompt no"):
+    with pytest.raises(RefusedStepError, match=r"^metadata: the list builder gives the early tokens of a windowed "):
         engine.list_step({"a": 11}, {})
 
 
