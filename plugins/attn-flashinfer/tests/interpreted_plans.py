@@ -57,8 +57,8 @@ for number in range(BATCHES):
         one.num_reqs, one.query_len, one.num_heads, one.num_kv_heads, one.page_size, one.window_left, one.processors
     )
     seen.add((one.tensor_cores, one.query_len > 1, one.window_left >= 0))
-    # Two plan keys in one launch: the second one without the window.
-    both = [one, PlanFacts(**{**vars(one), "window_left": -1})]
+    # Two plan keys in one launch: the second one without the window, or with the widest.
+    both = [one, PlanFacts(**{**vars(one), "window_left": (-1, 2**31 - 2)[number % 2]})]
     expected = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in both]
     written = [torch.full((NBYTES,), 0x7F, dtype=torch.uint8) for _ in both]
     indptr = batch(one.num_reqs, 2 if searched else None)

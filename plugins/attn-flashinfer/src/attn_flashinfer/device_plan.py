@@ -72,7 +72,7 @@ def layout_of(plan_info: Any, sizes: Sizes) -> Layout:
             raise ValueError(f"a plan that is described as {info} is not known")
         longest = _ANY_LENGTH
         if sizes.window_left >= 0:
-            longest = -(-(sizes.window_left + tile) // sizes.page_size)
+            longest = min(-(-(sizes.window_left + tile) // sizes.page_size), _ANY_LENGTH)
         group = sizes.num_heads // sizes.num_kv_heads
         tiles, most = -(-sizes.query_len * group // tile), 2 * sizes.processors // sizes.num_kv_heads
         return Layout(
