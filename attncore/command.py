@@ -294,7 +294,9 @@ class Parser(argparse.ArgumentParser):
 def prepared() -> Iterator[None]:
     """Around a command: streams that were closed have files again, and signals that end it raise Terminated.
 
-    Standard input is empty then, standard error goes nowhere, and what is written to standard output fails."""
+    Standard input is empty then, standard error goes nowhere, and what is written to standard output fails. Python's
+    limit of an integer's digits is in force, also where PYTHONINTMAXSTRDIGITS lifts it: a line of millions of digits
+    would take minutes, which no signal ends."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -308,9 +310,12 @@ def prepared() -> Iterator[None]:
         before = {one: signal.signal(one, _raise) for one in numbers if signal.getsignal(one) is signal.SIG_DFL}
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # of a daemon: no child could be waited for
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    digits, most = sys.get_int_max_str_digits(), sys.int_info.default_max_str_digits
     try:
+        sys.set_int_max_str_digits(min(digits or most, most))  # 0 is none
         yield
     finally:
+        sys.set_int_max_str_digits(digits)
         for number, handler in before.items():
             signal.signal(number, handler)
 

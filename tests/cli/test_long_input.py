@@ -1,5 +1,7 @@
 """What a user gives is quoted in short: an error is one line of a limited length, without control codes."""
 
+import sys
+
 import pytest
 
 from attncore.cli import main
@@ -48,3 +50,20 @@ def test_what_is_given_is_quoted_in_short(words, site, capsys, tmp_path, monkeyp
 def test_variables_are_quoted_in_short(variable, value, site, capsys, monkeypatch):
     monkeypatch.setenv(variable, value)
     check(["explain"], capsys)
+
+
+@pytest.mark.parametrize("digits", [0, 10**7])
+def test_a_limit_of_digits_that_is_lifted_is_in_force(digits, tmp_path, capsys, monkeypatch):
+    """As by PYTHONINTMAXSTRDIGITS: what takes minutes, and no signal ends, is refused. The caller keeps the limit."""
+    monkeypatch.chdir(tmp_path)
+    line = '{"block_size": ' + "9" * 5000 + "}"
+    for name in ("steps.jsonl", "config.json", "trace.jsonl"):
+        (tmp_path / name).write_text(line + "\n")
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(digits)
+    try:
+        for words in (["build", "steps.jsonl"], ["explain", "--config", "config.json"], ["replay", "trace.jsonl"]):
+            assert "holds an integer of more than 4300 digits" in check(words, capsys)
+        assert sys.get_int_max_str_digits() == digits
+    finally:
+        sys.set_int_max_str_digits(before)
