@@ -22,7 +22,8 @@ def _store(  # type: ignore[no-untyped-def]
     head = tl.arange(0, heads_up)[:, None]
     column = tl.arange(0, size_up)[None, :]
     inside = (head < heads) & (column < size)
-    numbers = tl.load(new + token * new_token + head * new_head + column, mask=inside)
+    head_at = head.to(tl.int64)  # a view's heads may stand outermost in a pool of any size
+    numbers = tl.load(new + token * new_token + head_at * new_head + column, mask=inside)
     if largest > 0:
         numbers = numbers.to(tl.float32)
         if scales == 0:
@@ -32,7 +33,7 @@ def _store(  # type: ignore[no-untyped-def]
         else:
             numbers = numbers / tl.load(scale + head, mask=head < heads, other=1.0)
         numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
-    place = cache + block * cache_block + offset * cache_offset + head * cache_head + column
+    place = cache + block * cache_block + offset * cache_offset + head_at * cache_head + column
     tl.store(place, numbers.to(cache.dtype.element_ty), mask=inside)
 
 

@@ -22,7 +22,8 @@ def scale_by_sinks(  # type: ignore[no-untyped-def]
     if token < num_tokens:
         head = tl.arange(0, heads_up)
         is_head = head < heads
-        place = lse + token * lse_token + head * lse_head
+        head_at = head.to(tl.int64)
+        place = lse + token * lse_token + head_at * lse_head
         found = tl.load(place, mask=is_head, other=0.0)
         sink = tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E
         unit = 1.0 if base2 else LOG2_E
@@ -34,7 +35,7 @@ def scale_by_sinks(  # type: ignore[no-untyped-def]
         share = of_keys / both
         column = tl.arange(0, size_up)
         inside = is_head[:, None] & (column[None, :] < size)
-        numbers = output + token * output_token + head[:, None] * output_head + column[None, :]
+        numbers = output + token * output_token + head_at[:, None] * output_head + column[None, :]
         scaled = tl.load(numbers, mask=inside, other=0.0).to(tl.float32) * share[:, None]
         scaled = tl.where(share[:, None] == 0.0, 0.0, scaled)
         tl.debug_barrier()  # several threads read a logarithm: none is written before all have read

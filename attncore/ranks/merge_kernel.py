@@ -21,14 +21,16 @@ def _merge(  # type: ignore[no-untyped-def]
     inside = column < size
     minus_infinity = float("-inf")
     peak = minus_infinity
-    for rank in tl.static_range(ranks):
+    for number in tl.static_range(ranks):
+        rank = tl.full((), number, tl.int64)  # parts are together beyond int32 sooner than each is
         lse = tl.load(lses + rank * lse_part + row)
         # Infinite of either sign: no key. NaN is kept: it shall show in the output.
         peak = tl.where(lse > peak, tl.where(lse == float("inf"), peak, lse), peak)
     base = tl.where(peak == minus_infinity, 0.0, peak)
     total = 0.0
     found = tl.zeros((size_up,), dtype=tl.float32)
-    for rank in tl.static_range(ranks):
+    for number in tl.static_range(ranks):
+        rank = tl.full((), number, tl.int64)
         lse = tl.load(lses + rank * lse_part + row)
         weight = tl.exp(tl.where(lse == float("inf"), minus_infinity, lse) - base)
         total += weight

@@ -29,4 +29,11 @@ for ranks, tokens, heads, size, dtype in (
     torch.testing.assert_close(lse, expected_lse, equal_nan=True)
     assert (wide[:, heads] == 7).all()
     assert (wide[:, :, size] == 7).all()
+
+# Parts that are together beyond int32, each within it. Little of their memory is touched.
+outputs = torch.empty(2**31 + 8, dtype=torch.float16).as_strided((3, 1, 1, 8), (2**30, 8, 8, 1))
+outputs.copy_(torch.randn(outputs.shape, generator=generator))
+lses, found = torch.randn((3, 1, 1), generator=generator), torch.empty((1, 1, 8), dtype=torch.float16)
+merge(outputs, lses, found)
+torch.testing.assert_close(found, merge_attention(outputs.unbind(), lses.unbind())[0], atol=1e-3, rtol=1e-3)
 print("equal")

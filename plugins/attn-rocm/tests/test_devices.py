@@ -42,7 +42,7 @@ def test_kernels_in_the_interpreter():
 
 
 def test_cache_write_in_the_interpreter():
-    assert run("test_cache_write.py", "cpu") == 12
+    assert run("test_cache_write.py", "cpu") == 13
 
 
 def test_adopted_steps_in_the_interpreter():

@@ -43,3 +43,14 @@ def test_slots(layout, dtype, tensors):
             if 0 <= slot < 24:
                 wanted[slot] = (new[token] / scale).clamp(-largest, largest).to(dtype).float() if fp8 else new[token]
         assert torch.equal(cache.float().cpu().reshape(24, heads, size), wanted)
+
+
+def test_strides_whose_products_are_beyond_int32():
+    """A view of a pool in which heads are outermost. Little of its memory is touched."""
+    heads, size, page = 3, 16, 4
+    key = torch.randint(-8, 8, (3, heads, size)).float().to(DEVICE)
+    pool = torch.empty(2**31 + 2 * page * size, dtype=torch.float8_e5m2, device=DEVICE)
+    cache = pool.as_strided((2, page, heads, size), (page * size, size, 2**30, 1))
+    slots = torch.tensor([6, 0, 3], device=DEVICE)
+    cache_kernels.store(key, key, cache, cache, slots, 1.0, 1.0, torch.finfo(cache.dtype).max)
+    assert torch.equal(torch.stack([cache[slot // page, slot % page] for slot in slots.tolist()]).float(), key)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import sys
 
 import pytest
 import torch
@@ -67,6 +68,10 @@ class Case:
                 ends[starts[row] + first - keys + queries : starts[row] + stop - keys + queries] = stop
         self.span_ends = None if spans is None else ends
 
+    def place(self, cache):
+        """A cache (blocks, page, heads, size) on the device."""
+        return cache.to(DEVICE)
+
     def run(self, scoring, *, tile=SMALL, splits=None, raw_rows=0, decode=False, cache=True, monkeypatch=None):
         """Output and log-sum-exp on the host, from outputs that were poisoned."""
         launcher = launch.Launcher(self.group * KV_HEADS, KV_HEADS, self.size, ARCH)
@@ -75,7 +80,8 @@ class Case:
             monkeypatch.setattr(tiles, "num_splits", lambda *_: splits)
         output = torch.full(self.query.shape, math.nan, dtype=self.dtype, device=DEVICE)
         lse = torch.full(self.query.shape[:2], math.nan, dtype=torch.float32, device=DEVICE)
-        on = {name: getattr(self, name).to(DEVICE) for name in ("query", "cache", "table", "starts", "lengths")}
+        on = {name: getattr(self, name).to(DEVICE) for name in ("query", "table", "starts", "lengths")}
+        on["cache"] = [self.place(part) for part in self.cache]
         fresh = [
             torch.cat([part[side, -n:] for part, (_, n) in zip(self.keys, self.rows, strict=True)]) for side in (0, 1)
         ]
@@ -332,6 +338,25 @@ def test_every_byte_of_fp8():
 def test_halves(dtype):
     """Model dtypes of two bytes."""
     Case(MIXED, dtype=dtype).check(scoring(), tolerance=3e-2 if dtype is torch.bfloat16 else 4e-3)
+
+
+@pytest.mark.parametrize("far", ["tokens", "heads"])
+def test_strides_whose_products_are_beyond_int32(far, monkeypatch):
+    """Views of a pool in which a block's tokens, or its heads, are outermost. Little of its memory is touched."""
+    monkeypatch.setattr(sys.modules[__name__], "KV_HEADS", 4)
+    stride = -(-(2**31) // 48) * 16
+    strides = {"tokens": (64, stride, 16, 1), "heads": (64, 16, stride, 1)}[far]
+
+    def place(cache):
+        reach = 1 + sum((count - 1) * step for count, step in zip(cache.shape, strides, strict=True))
+        view = torch.empty(reach, dtype=cache.dtype, device=DEVICE).as_strided(cache.shape, strides)
+        view.view(torch.uint8).copy_(cache.view(torch.uint8))
+        return view
+
+    case = Case(MIXED, cache_dtype=torch.float8_e5m2)
+    monkeypatch.setattr(case, "place", place)
+    case.check(scoring())
+    case.check(scoring(), raw_rows=3)
 
 
 def test_no_tokens():

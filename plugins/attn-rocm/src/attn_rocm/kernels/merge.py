@@ -16,7 +16,7 @@ def merge_splits(
     """Programs (token, head). Parts are float32 (tokens, heads, splits, D), their log-sum-exp to base 2 (tokens, heads,
     splits); where that is -inf the part was not written, and is not read.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     split, d = tl.arange(0, SPLITS), tl.arange(0, D)
     at = (token * HEADS + head) * SPLITS + split
     lse = tl.load(part_lse_ptr + at)

@@ -123,7 +123,8 @@ def unified_attention(
         member += tl.program_id(1) % PARTS * TAKEN
         is_row = is_row & (member < GROUP)
     head = kv_head * GROUP + member
-    at = token.to(tl.int64)
+    # Offsets are int64: a view's heads, or the tokens of its blocks, may stand outermost in a pool of any size.
+    at, head_at, kv_head_at = token.to(tl.int64), head.to(tl.int64), kv_head.to(tl.int64)
     if SPLITS > 1:
         lse_at = (at * HEADS + head) * SPLITS + split
         if (low >= end) & (split > 0):
@@ -133,7 +134,7 @@ def unified_attention(
     d = tl.arange(0, D)
     is_d = d < SIZE
     query = tl.load(
-        query_ptr + (at * query_token + head * query_head)[:, None] + d[None, :],
+        query_ptr + (at * query_token + head_at * query_head)[:, None] + d[None, :],
         mask=is_row[:, None] & is_d[None, :],
         other=0.0,
     )
@@ -164,8 +165,8 @@ def unified_attention(
     if TABLE:
         stop = tl.minimum(end, cached)
         table_ptr += seq.to(tl.int64) * table_stride
-        key_cache_ptr += kv_head * kc_head
-        value_cache_ptr += kv_head * vc_head
+        key_cache_ptr += kv_head_at * kc_head
+        value_cache_ptr += kv_head_at * vc_head
         if INTERPRET:  # its range() takes no loaded bound under recent NumPy
             tile = low
             while tile < stop:
@@ -193,12 +194,12 @@ def unified_attention(
             fresh_at = (fresh_start + key_at - cached).to(tl.int64)
             is_key = key_at < end
             key = tl.load(
-                key_ptr + (fresh_at * key_token + kv_head * key_head)[None, :] + d[:, None],
+                key_ptr + (fresh_at * key_token + kv_head_at * key_head)[None, :] + d[:, None],
                 mask=is_key[None, :] & is_d[:, None],
                 other=0.0,
             )
             value = tl.load(
-                value_ptr + (fresh_at * value_token + kv_head * value_head)[:, None] + d[None, :],
+                value_ptr + (fresh_at * value_token + kv_head_at * value_head)[:, None] + d[None, :],
                 mask=is_key[:, None] & is_d[None, :],
                 other=0.0,
             )
@@ -220,7 +221,7 @@ def unified_attention(
         tl.store(lse_ptr + lse_at, lse, mask=is_row)
         tl.store(out_ptr + (lse_at * D)[:, None] + d[None, :], acc, mask=out_mask)
     else:
-        out = out_ptr + (at * out_token + head * out_head)[:, None] + d[None, :]
+        out = out_ptr + (at * out_token + head_at * out_head)[:, None] + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
         if LSE:
             tl.store(lse_ptr + at * HEADS + head, lse * 0.6931471805599453, mask=is_row)
@@ -237,7 +238,7 @@ def _cached_tile(
     """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
     is_key = key_at < stop
     page = tl.load(table_ptr + key_at // PAGE, mask=is_key, other=0).to(tl.int64)
-    slot = key_at % PAGE
+    slot = (key_at % PAGE).to(tl.int64)
     keys = key_cache_ptr + (page * kc_block + slot * kc_slot)[None, :] + d[:, None]
     values = value_cache_ptr + (page * vc_block + slot * vc_slot)[:, None] + d[None, :]
     zero = 0 if FP8 != "" else 0.0
