@@ -151,7 +151,7 @@ def _answer_all(lines: Iterable[tuple[int, bytes]], answer: Callable[[bytes], di
         try:
             metadata = answer(line)
         except (ValueError, TypeError, MemoryError) as error:
-            raise InputLineError(f"line {number}: {error}") from error
+            raise InputLineError(f"line {number}: {str(error) or 'not enough memory'}") from error
         sys.stdout.write(json_text(metadata, separators=(", ", ": ")) + "\n")
         sys.stdout.flush()  # a program that reads this answer may wait for it before it sends the next line
         answered += 1

@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     except BackendError as error:
         return fail(error, 1)
     except MemoryError as error:
+        why = f" ({error})" if str(error) else ""
         raise UsageError(
-            f"memory: not enough for this run ({error}); lower --requests, --max-num-seqs, --num-heads or --head-size"
+            f"memory: not enough for this run{why}; lower --requests, --max-num-seqs, --num-heads or --head-size"
         ) from error
 
 

@@ -203,6 +203,16 @@ def test_a_message_quotes_a_little_of_a_line(line, words, build):
     assert len(err) < 500
 
 
+def test_a_line_that_takes_more_memory_than_there_is(build, monkeypatch):
+    """Python's MemoryError has no text of its own."""
+
+    def lacks_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("attncore.cli.build.build_batch", lacks_memory)
+    assert build(batch(sequence())) == (2, [], "line 1: not enough memory\n")
+
+
 def test_few_builders_are_kept(monkeypatch):
     """Each keeps memory for the longest of its lines, and a stream may have lines of any settings."""
     made = weakref.WeakSet()

@@ -53,7 +53,7 @@ def parse_steps(path: str | Path, data: bytes, *, every_line: bool = False) -> S
             try:
                 batch = _checked(line, batches[0].block_size if batches else None)
             except (ValueError, TypeError, MemoryError) as error:
-                raise ValueError(f"{path}: line {number}: {error}") from error
+                raise ValueError(f"{path}: line {number}: {str(error) or 'not enough memory'}") from error
             if number in chosen:
                 batches.append(batch)
     return _renumbered(batches)
