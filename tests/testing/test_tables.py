@@ -60,3 +60,18 @@ def test_options_that_the_backend_has_not_fail_and_do_not_skip(run, options, sai
     """A negotiation would call the backend unsupported for them, and nothing would be tested."""
     (report,) = run(f"OPTIONS = {options}").values()
     assert [(one.outcome, one.reason) for one in report.results] == [("failed", said)]
+
+
+def test_another_default_device_of_an_adopter_fails_nothing(run):
+    """As a conftest for a GPU sets one: checks draw on the CPU. ``meta``, which has no numbers, stands for it."""
+    (report,) = run(
+        """
+import pytest, torch
+
+@pytest.fixture(autouse=True)
+def elsewhere():
+    with torch.device("meta"):
+        yield
+"""
+    ).values()
+    assert [(one.outcome, one.reason) for one in report.results] == [("passed", "")]

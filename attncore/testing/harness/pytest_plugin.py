@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from attncore.standard_output import lent_streams
 from attncore.testing.harness.errors import (
@@ -120,7 +121,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     pytest reads for the tests behind it.
     """
     try:
-        with lent_streams() if _ROW in pyfuncitem.stash else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if _ROW in pyfuncitem.stash:
+                around.enter_context(lent_streams())
+                around.enter_context(_on_cpu())
             return (yield)
     except UnsupportedError as error:
         if _ROW not in pyfuncitem.stash:
@@ -131,6 +135,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if _ROW not in pyfuncitem.stash:
             raise
         raise ConformanceError(f"the backend raises what would skip the check or end the run: {told(error)}") from error
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Torch's default device is the CPU, on which checks draw what they move to the backend's: a conftest of the
+    adopter's may have set another.
+    """
+    # A context slows each call of torch down.
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @pytest.hookimpl(wrapper=True)
