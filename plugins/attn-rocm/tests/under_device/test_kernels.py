@@ -168,6 +168,7 @@ LAYERS = {
     "window of one": {"window": 1},
     "largest window": {"window": 2**31 - 1},
     "soft cap": {"soft_cap": 1.5},
+    "soft cap far above the scores": {"soft_cap": 1e6},
     "slopes": {"alibi": True},
     "sinks": {"sinks": True},
     "all": {"window": 19, "soft_cap": 2.0, "alibi": True, "sinks": True},

@@ -38,6 +38,19 @@ def bits_set(word):
 
 
 @triton.jit
+def tanh_of(doubled):
+    """tanh(x) of ``doubled``, 2x times log2(e): within 2e-6 of the result, however small that is.
+
+    1 - 2 / (exp(2x) + 1) is right at both ends, where exp is 0 or infinite. Near 0 it has the last place of 1, which is
+    whole units of a score under a large cap; the first terms of the series are taken there.
+    """
+    x = doubled * 0.34657359027997264
+    square = x * x
+    near = x - x * square * (1.0 / 3.0 - square * (2.0 / 15.0))
+    return tl.where(square < 0.008, near, 1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+
+
+@triton.jit
 def attend_tile(
     peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window, tree, context,
     span, key_span,
@@ -64,8 +77,8 @@ def attend_tile(
         score = tl.sum(tl.dot(queries, keys, input_precision="ieee"), 0) * scale
     else:
         score = tl.dot(query, key, input_precision="ieee") * scale
-    if SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
-        score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
+    if SOFT_CAP:
+        score = cap * tanh_of(score)
     distance = query_at[:, None] - key_at[None, :]
     if TREE:
         drafted = key_at >= context
