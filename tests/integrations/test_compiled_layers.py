@@ -12,6 +12,7 @@ from engine import Engine  # noqa: E402
 from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.models import DECODERS, decoder, encoder  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
+from transformers import DistilBertConfig, DistilBertModel  # noqa: E402
 
 from attncore import InputBatch, MetadataBuilder  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
@@ -157,8 +158,15 @@ def test_layers_that_are_in_no_list():
         compile_layers(model, engine.caches, backend="eager")
 
 
-def test_layers_without_a_cache_keep_their_names():
-    model = encoder()
+def distilbert():
+    """More layers than torch compiles a function anew for, which are handed the positions that the model is given."""
+    torch.manual_seed(0)
+    return DistilBertModel(DistilBertConfig(dim=32, hidden_dim=32, n_layers=5, n_heads=2, vocab_size=64)).eval()
+
+
+@pytest.mark.parametrize("made", [encoder, distilbert])
+def test_layers_without_a_cache_keep_their_names(made):
+    model, limit = made(), torch._dynamo.config.recompile_limit
     rows = [[5, 6, 7], [4], list(range(20, 31))]
     caches = paged_caches(model, select_for_model(model, block_size=8).create(), 4)
     backend = next(iter(caches.impls.values())).backend
@@ -177,6 +185,9 @@ def test_layers_without_a_cache_keep_their_names():
             found.append(model(**given).last_hidden_state)
     assert graphs() == 2 * len(caches)
     assert torch.equal(*found)
+    with torch.inference_mode(), attncore_context(metadata, caches):  # a keyword that some hand on to their layers
+        assert torch.equal(model(**given, use_cache=False).last_hidden_state, found[0])
+    assert torch._dynamo.config.recompile_limit == limit, "as it was outside"
 
 
 def tripled(module, given, output):

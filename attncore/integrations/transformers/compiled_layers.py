@@ -8,6 +8,7 @@ cache that it is given.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -156,15 +157,26 @@ def _reason(error: Exception) -> str:
 def _run_without_attention(model: Any, kv_caches: PagedCaches, counts: tuple[int, ...]) -> None:
     """Runs every layer once for each number of tokens, within torch's limit on graphs of one function."""
     nothing: Any = NoAttention()
-    limit = torch._dynamo.config.recompile_limit + len(counts) * len(kv_caches)
     with (
         using_attncore(model),
-        torch._dynamo.config.patch(recompile_limit=limit),
-        guards_for_hooks(),
+        guards_for_hooks(len(counts) * len(kv_caches)),
         running_over(object(), dict.fromkeys(kv_caches, nothing), kv_caches),
     ):
         for count in counts:
-            model(input_ids=torch.zeros((1, count), dtype=torch.int64, device=model.device), use_cache=False)
+            model(**_given(model, kv_caches, count))
+
+
+def _given(model: Any, kv_caches: PagedCaches, count: int) -> dict[str, Any]:
+    """So many tokens as steps give them to the model. What it hands on to its layers is a part of what these are
+    compiled for, so that another keyword in the first step would have each compiled anew.
+    """
+    known = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"input_ids": torch.zeros((1, count), dtype=torch.int64, device=model.device)}
+    if "position_ids" in known:
+        given["position_ids"] = torch.arange(count, device=model.device).unsqueeze(0)
+    if "use_cache" in known or kv_caches.num_uncached < len(kv_caches):  # an encoder has no cache to use
+        given["use_cache"] = False
+    return given
 
 
 def _numbers_of_tokens(kv_caches: PagedCaches) -> tuple[int, int]:

@@ -41,6 +41,7 @@ class PagedCaches(Mapping[str, Any]):
         """The states of recurrent layers; None: the model has none."""
         self._compiled: dict[Any, Any] = {}  # by the layer's ``forward``: what ``compile_layers`` made of it
         self._by_address = {address_of_cache(cache): name for name, cache in caches.items() if cache is not None}
+        self.num_uncached = sum(cache is None for cache in caches.values())
         configs = [module.config for module in names if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
 
@@ -223,20 +224,31 @@ def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: P
         kv_caches._follow_weights()
     context = ForwardContext(metadata, impls, kv_caches._by_address)
     around = nullcontext() if kv_caches.states is None else kv_caches.states.running(metadata)
-    hooks = guards_for_hooks() if kv_caches._compiled else nullcontext()
+    hooks = guards_for_hooks(4 * kv_caches.num_uncached) if kv_caches._compiled else nullcontext()
     with context, attending_by(_CachedAttention(context, kv_caches)), around, hooks:
         yield
 
 
 class guards_for_hooks:  # noqa: N801  (a context manager; one of a generator takes twice as long)
-    """Has torch.compile tell layers that share a graph apart by their hooks, too: by default it looks at no hook."""
+    """Has torch.compile tell layers that share a graph apart by their hooks, too: by default it looks at no hook. And
+    has it make ``more`` graphs of one function than it does otherwise: layers without a cache share none. Each has one
+    for one token and one for more, and as many again where steps give the model other keywords.
+    """
+
+    def __init__(self, more: int) -> None:
+        self._more = more
 
     def __enter__(self) -> None:
         config = torch._dynamo.config
         self._before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
+        if self._more:
+            config.recompile_limit += self._more
 
     def __exit__(self, *error: object) -> None:
-        torch._dynamo.config.skip_nnmodule_hook_guards = self._before
+        config = torch._dynamo.config
+        config.skip_nnmodule_hook_guards = self._before
+        if self._more:
+            config.recompile_limit -= self._more
 
 
 class _Reader:
