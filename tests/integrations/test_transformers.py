@@ -107,6 +107,16 @@ def test_an_encoder_attends_within_each_row(kind, first):
     assert list(caches.values()) == [None, None]
 
 
+@pytest.mark.skipif(not hasattr(transformers, "NeoMMEModel"), reason="this transformers has no NeoMME")
+def test_layers_whose_configuration_says_windows_one_by_one():
+    """Of such a configuration the window cannot be asked, but of its layers alone."""
+    shape = {name: size for name, size in SHAPE.items() if name != "num_hidden_layers"}
+    windows = {1: {"sliding_window": 9}, 2: {"sliding_window": None}}
+    config = transformers.NeoMMEConfig(**shape, num_hidden_layers=3, sliding_window=4, per_layer_config=windows)
+    layers = attention_layers(transformers.NeoMMEModel(config).eval())
+    assert [layer.sliding_window for layer in layers] == [5, 10, None]
+
+
 def test_what_no_backend_has_fails_at_selection_with_the_layer():
     layers = attention_layers(decoder("gpt_oss"))
     with pytest.raises(NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*cuda_graph"):

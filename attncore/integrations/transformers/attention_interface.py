@@ -124,6 +124,14 @@ def _with_parts(config: Any) -> Iterator[Any]:
             yield from _with_parts(part)
 
 
+def windows_of(config: Any) -> list[int | None]:
+    """What a configuration calls its sliding window, or that of each layer where these differ (``per_layer_config`` of
+    transformers, which then refuses to tell of the whole); empty where it has no such field.
+    """
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [one.sliding_window for one in configs if hasattr(one, "sliding_window")]
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, None]:

@@ -18,6 +18,7 @@ from attncore.integrations.transformers.attention_interface import (
     attending_by,
     configs_of,
     using_attncore,
+    windows_of,
 )
 from attncore.integrations.transformers.refused_models import (
     refuse_forgetful_cache,
@@ -98,7 +99,7 @@ def _recorded(model: Any) -> _Recorder:
 
     Where windows are configured to be none, a model may fail to make masks with one: then under NAME, without masks.
     """
-    windows = [config.sliding_window for config in configs_of(model) if hasattr(config, "sliding_window")]
+    windows = [window for config in configs_of(model) for window in windows_of(config)]
     if any(windows) or not windows:
         return _recorded_as(RECORDING, model, _Recorder(model))
     recorder = _Recorder(model)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from transformers.cache_utils import DynamicCache
 
+from attncore.integrations.transformers.attention_interface import windows_of
 from attncore.integrations.transformers.checked_model import check_model
 from attncore.integrations.transformers.recurrent_layers import RECURRENT_LAYER_TYPES, recurrent_layers
 from attncore.show import counted
@@ -80,7 +81,7 @@ def refuse_forgetful_cache(model: Any) -> None:
 
 def refuse_lost_window(name: str, module: Any) -> NoReturn:
     """ValueError for a layer whose window is only in the mask that its model makes, which attncore does not read."""
-    window = getattr(getattr(module, "config", None), "sliding_window", None)
+    window = min((window for window in windows_of(getattr(module, "config", None)) if window), default=None)
     limit = "its window" if window is None else window
     raise ValueError(
         f"layer {name}: {type(module).__name__} has a sliding window, {window}, in the mask that its model makes, and "
