@@ -242,13 +242,14 @@ class guards_for_hooks:  # noqa: N801  (a context manager; one of a generator ta
         config = torch._dynamo.config
         self._before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
         if self._more:
-            config.recompile_limit += self._more
+            self._limit = config.recompile_limit
+            config.recompile_limit = self._limit + self._more
 
     def __exit__(self, *error: object) -> None:
         config = torch._dynamo.config
         config.skip_nnmodule_hook_guards = self._before
         if self._more:
-            config.recompile_limit -= self._more
+            config.recompile_limit = self._limit
 
 
 class _Reader:
