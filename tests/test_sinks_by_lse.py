@@ -128,6 +128,7 @@ def test_the_kernel_reads_all_logarithms_before_it_writes_one(heads, size):
     tensors = {"output": "*bf16", "lse": "*fp32", "sinks": "*fp32"}
     numbers = dict.fromkeys(("num_tokens", "output_token", "output_head", "lse_token", "lse_head"), "i32")
     fixed = {"base2": True, "heads": heads, "size": size, "heads_up": 1 << (heads - 1).bit_length(), "size_up": size}
+    fixed["wide"] = False
     signature = {name: (tensors | numbers).get(name, "constexpr") for name in scale_by_sinks.arg_names}
     source = compiler.ASTSource(scale_by_sinks, signature, fixed)
     ptx = compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]

@@ -17,12 +17,12 @@ from attncore.ops.cache_writer_checks import are_one, check_addresses, check_ten
 def _store(  # type: ignore[no-untyped-def]
     new, cache, scale, token, block, offset, new_token, new_head, cache_block, cache_offset, cache_head,
     largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, heads_up: tl.constexpr, size_up: tl.constexpr,
-    scales: tl.constexpr,
+    scales: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, heads_up)[:, None]
     column = tl.arange(0, size_up)[None, :]
     inside = (head < heads) & (column < size)
-    head_at = head.to(tl.int64)  # a view's heads may stand outermost in a pool of any size
+    head_at = head.to(tl.int64) if wide else head
     numbers = tl.load(new + token * new_token + head_at * new_head + column, mask=inside)
     if largest > 0:
         numbers = numbers.to(tl.float32)
@@ -44,20 +44,22 @@ def store_both(  # type: ignore[no-untyped-def]
     value_block, value_offset, value_cache_head, num_slots,
     block_size: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, size_v: tl.constexpr,
     heads_up: tl.constexpr, size_up: tl.constexpr, size_v_up: tl.constexpr,
-    k_scales: tl.constexpr, v_scales: tl.constexpr,
+    k_scales: tl.constexpr, v_scales: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """The kernel of ``store``, a program a token. Public for those who compile it ahead; ``store`` launches it.
 
     ``k_scales``, ``v_scales``: 0 where the scale is a number, 1 where it is a pointer to one, 2 to one for each head.
+    ``wide``: whether the last head is more elements from the first than int32 holds, as in a view of a large pool in
+    which heads are outermost.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):
         block, offset = slot // block_size, slot % block_size
         _store(key, key_cache, k_scale, token, block, offset, key_token, key_head, key_block, key_offset,
-               key_cache_head, largest, heads, size, heads_up, size_up, k_scales)  # fmt: skip
+               key_cache_head, largest, heads, size, heads_up, size_up, k_scales, wide)  # fmt: skip
         _store(value, value_cache, v_scale, token, block, offset, value_token, value_head, value_block, value_offset,
-               value_cache_head, largest, heads, size_v, heads_up, size_v_up, v_scales)  # fmt: skip
+               value_cache_head, largest, heads, size_v, heads_up, size_v_up, v_scales, wide)  # fmt: skip
 
 
 def store(
@@ -90,11 +92,12 @@ def store(
     )  # fmt: skip
     num_blocks, block_size, heads, size = key_cache.shape
     size_v = value_cache.shape[3]
+    apart = max(key.stride(1), value.stride(1), key_cache.stride(2), value_cache.stride(2))
     others = (
         k_scale, v_scale, key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
         *value_cache.stride()[:3], num_blocks * block_size, block_size, largest, heads, size, size_v,
         triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v), _scales(k_scale),
-        _scales(v_scale),
+        _scales(v_scale), (heads - 1) * apart >= 2**31,
     )  # fmt: skip
     compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing

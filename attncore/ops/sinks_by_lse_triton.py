@@ -16,13 +16,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def scale_by_sinks(  # type: ignore[no-untyped-def]
     output, lse, sinks, num_tokens, output_token, output_head, lse_token, lse_head,
     base2: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, heads_up: tl.constexpr, size_up: tl.constexpr,
+    wide: tl.constexpr,
 ):  # fmt: skip
-    """A program a token; public for those who compile it ahead."""
+    """A program a token; public for those who compile it ahead. ``wide``: as of the cache writer's kernel."""
     token = tl.program_id(0).to(tl.int64)
     if token < num_tokens:
         head = tl.arange(0, heads_up)
         is_head = head < heads
-        head_at = head.to(tl.int64)
+        head_at = head.to(tl.int64) if wide else head
         place = lse + token * lse_token + head_at * lse_head
         found = tl.load(place, mask=is_head, other=0.0)
         sink = tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E
@@ -53,7 +54,8 @@ def add_sinks(output: Any, lse: Any, sinks: Any, base2: bool, launches: dict[Any
         output.dtype, output.stride(), lse.stride(), at[0] & 15, at[1] & 15, at[2] & 15, size, output.device,
     )  # fmt: skip
     strides = output.stride(0), output.stride(1), lse.stride(0), lse.stride(1)
-    fixed = (*strides, base2, heads, size, triton.next_power_of_2(heads), triton.next_power_of_2(size))
+    sizes = heads, size, triton.next_power_of_2(heads), triton.next_power_of_2(size)
+    fixed = (*strides, base2, *sizes, (heads - 1) * max(strides[1], strides[3]) >= 2**31)
     known = launches.get(kind)
     if known is not None:
         known(num_tokens, 1, *at, num_tokens, *fixed)

@@ -235,6 +235,9 @@ def test_logits_on_a_gpu_are_as_right_as_those_of_eager_steps(backend):
             model, num_blocks=128, max_num_reqs=8, max_num_batched_tokens=256, block_size=size, backend=backend,
             graph_sizes=(), mixed_sizes=sizes, compile=compiled,
         )  # fmt: skip
+        if engine.whole:
+            engine.close()
+            pytest.skip(f"{backend} captures such steps whole here, and none in pieces")
         replays = []
         for mixed in engine.mixed:
             mixed.graph.replay = counted(mixed.graph.replay, replays)

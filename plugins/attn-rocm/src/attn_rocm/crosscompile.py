@@ -169,7 +169,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "HEADS": heads, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
         "SPLITS": variant.splits, "DECODE": variant.decode and not variant.drafts, "CAUSAL": variant.causal,
         "TABLE": variant.table, "RAW": variant.raw, "WRITTEN": variant.written, "FP8": variant.fp8, "INTERPRET": False,
-        "K_SCALES": 0, "V_SCALES": 0,
+        "K_SCALES": 0, "V_SCALES": 0, "WIDE": False,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
         **{name: name in variant.features for name in (*EVERYTHING, "TREE", "SPANS")},
     }  # fmt: skip
@@ -189,6 +189,7 @@ def _other(name: str, arch: str) -> tuple[ASTSource, dict[str, int]]:
     numbers: dict[str, Any] = {
         "block_size": PAGE, "largest": 448.0 if fp8 else 0.0, "heads": KV_HEADS, "size": 128, "size_v": 128,
         "heads_up": KV_HEADS, "size_up": 128, "size_v_up": 128, "k_scales": 0, "v_scales": 0,
+        "wide": False,
     }  # fmt: skip
     return _source(store_both, store, numbers), {"num_warps": 4}
 

@@ -62,6 +62,8 @@ def attend_tile(
     ``peak`` and ``total`` (M,) and ``acc`` (M, D) are the state. ``scale`` turns products into scores times log2(e),
     or, under a soft cap, into twice the argument of tanh times log2(e).
 
+    ``SOFT_CAP`` is 0, 1 or, where the cap is so large that the last places of small scores matter, 2.
+
     With ``SLICE`` the product with keys is a batch of products over ``SLICE`` numbers of a head each, which wavefronts
     share. In one product each wavefront holds whole rows, which are too many registers where heads are wide.
 
@@ -77,8 +79,10 @@ def attend_tile(
         score = tl.sum(tl.dot(queries, keys, input_precision="ieee"), 0) * scale
     else:
         score = tl.dot(query, key, input_precision="ieee") * scale
-    if SOFT_CAP:
+    if SOFT_CAP == 2:
         score = cap * tanh_of(score)
+    elif SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
+        score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
     distance = query_at[:, None] - key_at[None, :]
     if TREE:
         drafted = key_at >= context

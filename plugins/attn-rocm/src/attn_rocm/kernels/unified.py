@@ -30,7 +30,7 @@ def unified_attention(
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
-    INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr, WRITTEN: tl.constexpr,
+    INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr, WRITTEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
     sequence times ``TAKEN`` of the ``GROUP`` heads that share keys; tokens behind the last sequence are blocks of a
@@ -44,7 +44,9 @@ def unified_attention(
     (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the cache holds is times 0, a number that ``scale`` and
     ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's. ``TREE``: tokens have masks at ``tree_ptr``, int64,
     by which they see some of their sequence's tokens alone. ``SPANS``: at ``span_ptr``, int32, is the key behind the
-    span of each token, or 0; tokens that have the same see each other. Of a layer that is causal.
+    span of each token, or 0; tokens that have the same see each other. Of a layer that is causal. ``WIDE``: whether a
+    head, or a token of a block, may be further from the first than int32 holds. Offsets of int64 take 8 % of a step.
+    ``SOFT_CAP``: see ``attend_tile``.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
@@ -123,8 +125,9 @@ def unified_attention(
         member += tl.program_id(1) % PARTS * TAKEN
         is_row = is_row & (member < GROUP)
     head = kv_head * GROUP + member
-    # Offsets are int64: a view's heads, or the tokens of its blocks, may stand outermost in a pool of any size.
-    at, head_at, kv_head_at = token.to(tl.int64), head.to(tl.int64), kv_head.to(tl.int64)
+    at, head_at, kv_head_at = token.to(tl.int64), head, kv_head
+    if WIDE:
+        head_at, kv_head_at = head.to(tl.int64), kv_head.to(tl.int64)
     if SPLITS > 1:
         lse_at = (at * HEADS + head) * SPLITS + split
         if (low >= end) & (split > 0):
@@ -174,7 +177,7 @@ def unified_attention(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
                     scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block,
                     vc_slot, d, is_d, PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
-                    SPANS,
+                    SPANS, WIDE,
                 )  # fmt: skip
                 tile += N
         else:
@@ -183,7 +186,7 @@ def unified_attention(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
                     scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block,
                     vc_slot, d, is_d, PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE, TREE,
-                    SPANS,
+                    SPANS, WIDE,
                 )  # fmt: skip
         if FP8 != "":
             acc = acc * v_scale
@@ -233,12 +236,14 @@ def _cached_tile(
     scale, cap, slope, window, tree, context, span, span_ptr, span_at, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
     PAGE: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr, SLICE: tl.constexpr,
-    TREE: tl.constexpr, SPANS: tl.constexpr,
+    TREE: tl.constexpr, SPANS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
     is_key = key_at < stop
     page = tl.load(table_ptr + key_at // PAGE, mask=is_key, other=0).to(tl.int64)
-    slot = (key_at % PAGE).to(tl.int64)
+    slot = key_at % PAGE
+    if WIDE:
+        slot = slot.to(tl.int64)
     keys = key_cache_ptr + (page * kc_block + slot * kc_slot)[None, :] + d[:, None]
     values = value_cache_ptr + (page * vc_block + slot * vc_slot)[:, None] + d[None, :]
     zero = 0 if FP8 != "" else 0.0
