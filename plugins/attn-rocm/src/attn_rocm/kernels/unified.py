@@ -45,8 +45,8 @@ def unified_attention(
     ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's. ``TREE``: tokens have masks at ``tree_ptr``, int64,
     by which they see some of their sequence's tokens alone. ``SPANS``: at ``span_ptr``, int32, is the key behind the
     span of each token, or 0; tokens that have the same see each other. Of a layer that is causal. ``WIDE``: whether a
-    head, or a token of a block, may be further from the first than int32 holds. Offsets of int64 take 8 % of a step.
-    ``SOFT_CAP``: see ``attend_tile``.
+    head, or a token of a block, may be further from the first than int32 holds; offsets of int64 take up to a sixth of
+    a step (benchmarks/results/gpu/rocm_offsets_20261130.json). ``SOFT_CAP``: see ``attend_tile``.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
