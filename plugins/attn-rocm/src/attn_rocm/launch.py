@@ -20,6 +20,9 @@ ALL_TOKENS = 1 << 30
 LARGE_CAP = 64.0
 """A soft cap above which tanh is calculated with the last places of small scores: a quarter more of a prompt's time."""
 
+NO_CAP = 1e30
+"""A soft cap that no score comes near; larger ones, times log2(e), do not fit float32."""
+
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
@@ -144,7 +147,8 @@ class Launcher:
         value_strides = keys.value.stride()[:2] if keys.value is not None else (0, 0)
         scale, cap = scoring.scale * LOG2E, 0.0
         if scoring.soft_cap is not None:
-            scale, cap = 2 * scale / scoring.soft_cap, scoring.soft_cap * LOG2E
+            soft_cap = min(scoring.soft_cap, NO_CAP)
+            scale, cap = 2 * scale / soft_cap, soft_cap * LOG2E
         # The kernel multiplies by a number, or by what it finds at an address: one for all heads, or each head's own.
         k_number, k_tensor, k_scales = _passed(scoring.k_scale)
         v_number, v_tensor, v_scales = _passed(scoring.v_scale)

@@ -170,6 +170,7 @@ LAYERS = {
     "soft cap": {"soft_cap": 1.5},
     "soft cap far above the scores": {"soft_cap": 1e6},
     "largest soft cap of the cheap formula": {"soft_cap": launch.LARGE_CAP},
+    "largest soft cap": {"soft_cap": 3.4e38},
     "slopes": {"alibi": True},
     "sinks": {"sinks": True},
     "all": {"window": 19, "soft_cap": 2.0, "alibi": True, "sinks": True},
