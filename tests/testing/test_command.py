@@ -173,3 +173,11 @@ def test_a_signal_ends_it_without_a_traceback(number, code, said, site):
     assert "Traceback" not in done.stdout
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" not in done.stdout
+
+
+def test_where_torch_compiles_nothing_no_backend_fails_for_it():
+    environ = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
+    words = [*WORDS[:-1], "torch_operator"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "| torch operator | supported | 1 of 1 |" in done.stdout
