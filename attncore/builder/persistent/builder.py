@@ -246,18 +246,15 @@ class MetadataBuilder(RunsAhead, Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
-        elif (
-            self._sent_step is not None
-            and self._core.ran_trees is None
-            and (self._core.spans is None or not self._core.spans.run(bucket))
-        ):
+        elif self._sent_step is not None and self._core.ran_trees is None:
             given = None if scheduled is _ALL_REQUESTS else scheduled
             metadata = self._sent_step(given, query_len, bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         core = self._core
-        # The longer way looks at trees, and at steps ahead, of another builder, and at spans.
-        longer = self._longer or core.ran_trees is not None or (core.ahead is not None and core.ahead.left > 0)
+        # The longer way looks at trees, and at steps ahead, of another builder, and at spans. It does so inside: until
+        # then a signal's handler may run steps ahead, of the builder that sends its steps, or set spans.
+        longer = self._longer or core.ran_trees is not None or core.follower is not None
         if core.spans is not None:
             longer = longer or core.spans.run(bucket)
         if bucket is None and one_of_each and not longer:
@@ -273,6 +270,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
         with self._core.enter():
+            if core.spans is not None:
+                longer = longer or core.spans.run(bucket)
             if self._trees is not None:
                 scheduled = self._trees.begin(trees, scheduled, self.decode_threshold)
                 one_of_each = one_of_each and not scheduled

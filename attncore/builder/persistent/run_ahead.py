@@ -47,8 +47,7 @@ class RunsAhead:
         are left; nothing has changed then. An interrupted call has happened (``last_step``, ``steps_ahead``), or
         nothing has changed.
         """
-        spans = self._core.spans if self._core.spans is not None and self._core.spans.run(bucket) else None
-        if self._sent_ahead is not None and self._core.ran_trees is None and spans is None:
+        if self._sent_ahead is not None and self._core.ran_trees is None:
             steps = self._sent_ahead.run_ahead(num_steps, bucket, None if scheduled is _ALL_REQUESTS else scheduled)
             if steps is not None:
                 return steps  # type: ignore[no-any-return]
@@ -65,8 +64,8 @@ class RunsAhead:
                 self._overlap.overlapped = False
             metadata = assembly.build(shape, given, 1, not given)
             _check_sum(metadata, num_steps)
-            if spans is not None:
-                spans.check_ahead(metadata, num_steps)
+            if core.spans is not None:
+                core.spans.check_ahead(metadata, num_steps)
             computed = core.lengths[codes.COMPUTED, : metadata.num_actual_reqs]
             core.undo.append((setattr, core, "ahead", core.ahead))
             core.undo.append((setattr, assembly, "ahead", assembly.ahead))

@@ -65,6 +65,7 @@ class Spans:
         place = self._place(row)
         self._core.undo.append((self._put, place, self._of.get(place, NONE)))
         self._put(place, spans)
+        self._core.state.dirty = True  # a build that is about to take a short way, and has looked already, does not
 
     def _put(self, place: int, spans: _INT32) -> None:
         if len(spans):

@@ -38,7 +38,9 @@ cdef class SentAhead:
             return None
         begin(batch)
         try:
-            steps = self._run_ahead(<StepShape> found, scheduled, <length_t> count)
+            steps = None
+            if not sent._runs_spans(bucket):
+                steps = self._run_ahead(<StepShape> found, scheduled, <length_t> count)
             batch.undo.clear()
             return steps
         except BaseException:

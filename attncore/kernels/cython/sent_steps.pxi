@@ -20,7 +20,7 @@ cdef class SentSteps:
 
     cdef StepKernel kernel
     cdef StepSender sender
-    cdef object core, order, backends, side, is_capturing, current
+    cdef object core, order, backends, side, is_capturing, current, spans
     cdef object take_back, unsend
     cdef list eager
     cdef int index, forks
@@ -31,7 +31,7 @@ cdef class SentSteps:
                  is_capturing, current, int index):
         self.kernel, self.sender, self.core, self.order, self.backends = kernel, sender, core, core.order, backends
         self.side, self.eager, self.fill, self.is_capturing = side, eager, fill, is_capturing
-        self.current, self.index, self.forks = current, index, num_forks
+        self.current, self.index, self.forks, self.spans = current, index, num_forks, core.spans
         self.waits_for_last = backends.waits_for_last_plan
         self.take_back, self.unsend = kernel.take_back, side.take_back
 
@@ -52,7 +52,7 @@ cdef class SentSteps:
             return None
         begin(batch)
         try:
-            metadata = self._build(shape, scheduled, <length_t> each)
+            metadata = None if self._runs_spans(bucket) else self._build(shape, scheduled, <length_t> each)
             batch.undo.clear()
             return metadata
         except BaseException:
@@ -66,6 +66,10 @@ cdef class SentSteps:
         if self.is_capturing() or (self.current is not None and self.current() != self.index):
             return False
         return self.kernel.batch.state == FREE and self.forks == num_forks and self._is_free(shape)
+
+    cdef bint _runs_spans(self, bucket) except -1:
+        """Whether the next step may have spans, which the longer way looks at. For a caller inside."""
+        return self.spans is not None and bool(self.spans.run(bucket))
 
     cdef bint _is_planned(self, shape) except -1:
         """Whether the host plans steps of this shape, some group's at least; ``shape`` None: an eager one."""

@@ -8,7 +8,7 @@ from builder.device.ahead_engine import Calls
 from interrupted_calls import AtOpcode
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
-from attncore.errors import AttncoreError, ConcurrentUseError
+from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError
 
 NAMES = "abc"
 CALLS = {
@@ -125,6 +125,69 @@ def test_a_step_ahead_is_that_step_in_each_group_or_refused(kernels):
         if found is not None:
             seen = {name: (one.host.seq_lens[0], one.host.slot_mapping[0]) for name, one in found.groups.items()}
             assert seen == {"one": (5, 8), "other": (5, 48)}, number
+        if not handler.fired:
+            break
+    assert refused > 5
+
+
+BUILDS = {
+    "one token of each": lambda builder: builder.build(),
+    "captured": lambda builder: builder.build(bucket=2),
+    "scheduled": lambda builder: builder.build({"a": 2}),
+}
+
+
+def built_or_refused(build, builder):
+    """The contexts of the step, by request; None where it was refused."""
+    try:
+        metadata = build(builder)
+    except (ConcurrentUseError, CaptureError, ValueError):
+        return None
+    return dict(zip(metadata.req_ids, metadata.host.context_lens.tolist(), strict=False))
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_no_step_of_another_builder_is_built_behind_steps_ahead(kernels, build):
+    refused = 0
+    for number in count(step=5 if kernels == "cython" else 17):
+        batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4, kernels=kernels)
+        ahead = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+        ahead.capture(2)
+        other = MetadataBuilder(batch, max_num_batched_tokens=8)
+        other.capture(2)
+        batch.add_request("a", range(1, 9), 3)
+        other.build()
+        batch.rollback("a", 1)
+        with AtOpcode(number, partial(ahead.run_ahead, 3, bucket=2)) as handler:
+            contexts = built_or_refused(build, other)
+        assert contexts in (None, {"a": 3}), number
+        refused += contexts is None
+        if not handler.fired:
+            break
+    assert refused > 5
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_a_step_that_cuts_a_span_of_a_handlers_is_refused(kernels, build):
+    refused = 0
+    for number in count(step=1 if kernels == "cython" else 7):
+        batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4, spans=True, kernels=kernels)
+        builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+        builder.capture(2)
+        batch.add_request("a", range(1, 9), 3)
+        builder.build()
+        batch.rollback("a", 1)
+        entered = []
+
+        def spans(batch=batch, entered=entered):
+            batch.set_spans("a", [(3, 7)])
+            entered.append(batch.num_computed_tokens("a"))
+
+        with AtOpcode(number, spans) as handler:
+            contexts = built_or_refused(build, builder)
+        before = entered == [3]  # the spans were there when the step was built
+        assert contexts is None or not before, number
+        refused += before
         if not handler.fired:
             break
     assert refused > 5
