@@ -252,17 +252,18 @@ class MetadataBuilder(RunsAhead, Uncopied):
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         core = self._core
-        # The longer way looks at trees, and at steps ahead, of another builder, and at spans. It does so inside: until
-        # then a signal's handler may run steps ahead, of the builder that sends its steps, or set spans.
-        longer = self._longer or core.ran_trees is not None or core.follower is not None
+        # The longer way looks at trees, and at steps ahead, of another builder, and at spans.
+        longer = self._longer or core.ran_trees is not None
         if core.spans is not None:
             longer = longer or core.spans.run(bucket)
-        if bucket is None and one_of_each and not longer:
+        # Until the batch is entered a signal's handler may run steps ahead, of the builder that sends its steps.
+        short = not longer and core.follower is None
+        if bucket is None and one_of_each and short:
             metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         elif bucket is not None:
-            if not longer:
+            if short:
                 self._refuse_while_capturing("build")
                 if one_of_each:
                     metadata = self._padded_step(bucket)
@@ -270,6 +271,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
         with self._core.enter():
+            longer = longer or (core.ahead is not None and core.ahead.left > 0)
             if core.spans is not None:
                 longer = longer or core.spans.run(bucket)
             if self._trees is not None:
