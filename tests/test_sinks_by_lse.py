@@ -1,7 +1,11 @@
 """Sinks that are added to attention without: beside dense attention that has them."""
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +119,15 @@ def test_what_is_no_tensor_is_refused():
     for sinks in (torch.zeros(6, dtype=torch.bfloat16), torch.zeros(2, 3), torch.zeros(12)[::2]):
         with pytest.raises(ValueError, match=r"^sinks: .* give float32"):
             SinksByLse(sinks)
+
+
+def test_heads_that_are_far_apart_in_memory():
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "interpreted_sinks.py"],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "equal", done.stderr
 
 
 @pytest.mark.parametrize(("heads", "size"), [(4, 256), (10, 64), (64, 64)])

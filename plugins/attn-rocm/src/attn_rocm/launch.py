@@ -19,7 +19,6 @@ ALL_TOKENS = 1 << 30
 """A window that no request is longer than; with larger ones positions and windows together do not fit int32."""
 LARGE_CAP = 64.0
 """A soft cap above which tanh is calculated with the last places of small scores: a quarter more of a prompt's time."""
-
 NO_CAP = 1e30
 """A soft cap that no score comes near; larger ones, times log2(e), do not fit float32."""
 
