@@ -26,11 +26,18 @@ _ENCODERS = (
     "deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "ibert", "jina_embeddings_v3",
     "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "luke", "markuplm", "megatron-bert", "mobilebert", "modernbert",
     "mpnet", "neomme", "nomic_bert", "openai_privacy_filter", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
-    "roformer", "squeezebert", "tapas", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "roformer", "splinter", "squeezebert", "tapas", "tipsv2_text_model", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Models whose tokens see later ones, unless the configuration says ``is_decoder``."""
 _NAMES = {
-    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"),
+    "num_heads": (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "attention_heads",
+        "decoder_attention_heads",
+    ),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
     "head_size": ("head_dim", "attention_head_dim", "kv_channels"),
     "dtype": ("dtype", "torch_dtype"),
@@ -40,7 +47,8 @@ _NAMES = {
 """What configurations call fields of a request, the usual name first."""
 _GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
 """ChatGLM's: without the first, the second says nothing."""
-_WIDTH = ("hidden_size", "n_embd", "d_model")
+_USUAL_WIDTH = ("hidden_size", "n_embd", "d_model")
+_WIDTH = (*_USUAL_WIDTH, "dim", "emb_dim")  # of which images have much like it
 _WINDOWS = ("sliding_window", "sliding_window_size")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OF_CLASSES: Mapping[str, Mapping[str, Any]] = {
@@ -53,7 +61,7 @@ and what would else be taken for another number, or for nothing."""
 _PARTS_OF_PALIGEMMA = ("gemma", "gemma2")
 _READ = (
     *_NAMES.values(),
-    _WIDTH,
+    _USUAL_WIDTH,
     _WINDOWS,
     *((name,) for name in ("kv_lora_rank", "qk_rope_head_dim", "use_sliding_window", "attention_window_size")),
     *((name,) for name in ("attn_config", "text_config", "model_type", "is_encoder_decoder", "multi_query")),
@@ -321,7 +329,9 @@ def _window(config: Mapping[str, Any]) -> int | None:
     if isinstance(kinds, list) and not any(isinstance(kind, str) and "sliding" in kind for kind in kinds):
         return None
     if (window := _optional(config, *_WINDOWS)) is not None:
-        # As a layer of Gemma passes it: of one side, the token itself included.
+        # As a layer passes it: of one side, the token itself included.
+        if config.get("model_type") == "openai_privacy_filter":
+            return window + 1
         return window // 2 + 1 if _is_gemma_of_both_directions(config) else window
     match config.get("model_type"):
         case "gpt_neo":  # every second layer, unless all are said to be global

@@ -155,6 +155,11 @@ _FALCON = {"model_type": "falcon", "num_attention_heads": 32, "hidden_size": 204
         ({**_EMBEDDING_GEMMA, "model_type": "gemma2"}, "features", None),
         ({**LLAMA, "model_type": "other", "sliding_window_size": 512}, "sliding_window", 512),
         (_RECURRENT_GEMMA, "sliding_window", 2048),
+        ({**LLAMA, "model_type": "openai_privacy_filter", "sliding_window": 128}, "sliding_window", 129),
+        ({**LLAMA, "model_type": "splinter"}, "features", ("encoder",)),
+        ({"model_type": "distilbert", "n_heads": 12, "dim": 768}, "head_size", 64),
+        ({"model_type": "flaubert", "n_heads": 16, "emb_dim": 2048}, "head_size", 128),
+        ({"model_type": "xglm", "attention_heads": 16, "d_model": 1024}, "head_size", 64),
     ],
 )
 def test_what_models_say_in_words_of_their_own(config, name, value):

@@ -49,7 +49,8 @@ class MetadataBuilder(RunsAhead, Uncopied):
 
     ``backend`` None gives NumPy arrays; with a backend, metadata holds torch tensors on its device. With several
     KV-cache groups, ``backend`` may map each group's name to a backend. ``depth`` arenas are used in turn: metadata is
-    valid until ``depth`` builds later. All memory (``nbytes``) is taken at construction. One thread at a time.
+    valid until ``depth`` builds later, of which the last may be one that is refused. All memory (``nbytes``) is taken
+    at construction. One thread at a time.
 
     A request is a decode where it runs up to ``decode_threshold`` tokens in a step (1 + drafts, for speculative
     decoding), a prefill where it runs more. ``max_num_batched_tokens`` bounds the tokens of a step, and
@@ -233,10 +234,10 @@ class MetadataBuilder(RunsAhead, Uncopied):
 
         Raises ValueError where a token has no block, a limit is exceeded, a request is unknown, parents are no tree,
         nothing was kept of a request's last tree or the step does not fit the bucket, and CaptureError where the bucket
-        was not captured or a stream is capturing; nothing has changed then. Where an exception from outside interrupts
-        it (KeyboardInterrupt), the step was built or nothing has changed: ``last_step`` tells which, and
-        ``last_metadata`` is the step; None where the device has, in place of that step's fields, those of the step that
-        was not built.
+        was not captured or a stream is capturing; nothing has changed then, but that the step's arena may hold what was
+        not built. Where an exception from outside interrupts it (KeyboardInterrupt), the step was built or nothing has
+        changed: ``last_step`` tells which, and ``last_metadata`` is the step; None where the device has, in place of
+        that step's fields, those of the step that was not built.
         """
         if trees is not None and self._trees is None:
             raise ValueError("trees: this builder was made without draft_trees, so drafts form chains")
