@@ -229,6 +229,16 @@ def test_a_model_that_would_say_something_else_is_refused(kind, config, more, sa
     assert str(caught.value).startswith(says)
 
 
+def test_queries_that_are_scaled_by_their_place_in_the_row_are_refused():
+    """That of a token of the second request would be counted from the first one's."""
+    more = {"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "intermediate_size": 96, "pad_token_id": 0}
+    model = _other("Llama4ForCausalLM", "Llama4TextConfig", num_hidden_layers=2, no_rope_layers=[1, 0], **more)
+    with pytest.raises(ValueError, match=r"^layer model.layers.1.self_attn: .* fewer than 8192 tokens, none of which"):
+        attention_layers(model)
+    model.model.layers[1].self_attn.attn_temperature_tuning = False
+    assert len(attention_layers(model)) == 2
+
+
 def test_an_encoder_whose_layers_are_told_that_they_are_runs_as_one():
     model = _other("SplinterModel", "SplinterConfig", num_hidden_layers=1, intermediate_size=96)
     for module in model.modules():

@@ -40,6 +40,7 @@ def refuse_layers(model: Any) -> None:
         )
     _refuse_dynamic_quantisation(model)
     _refuse_moving_frequencies(model, config)
+    _refuse_counted_temperatures(model)
 
 
 def refuse_positions(model: Any, is_decoder: bool) -> None:
@@ -176,4 +177,16 @@ def _refuse_moving_frequencies(model: Any, config: Any) -> None:
             raise ValueError(
                 f"model: the rope type{of_layers} is {kind}, whose frequencies follow the longest request of a step, "
                 f"so that a request would change those beside it; {do}"
+            )
+
+
+def _refuse_counted_temperatures(model: Any) -> None:
+    """ValueError for layers that scale a query by its place in the row, whichever request it is of."""
+    for name, module in model.named_modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            raise ValueError(
+                f"layer {name}: {type(module).__name__} scales a query by its place in the row, which it counts by "
+                "itself (attn_temperature_tuning), so that a request would change those beside it; for requests of "
+                f"fewer than {counted(module.floor_scale, 'token')}, none of which is scaled, set "
+                "attn_temperature_tuning of each such module to False"
             )
