@@ -106,18 +106,19 @@ def check_current_folder() -> None:
         raise UsageError("the current folder is gone: torch cannot run there; change to one that exists") from error
 
 
-def load_torch() -> None:
-    """Import torch, where it is installed. An interrupt waits until that is done; a second one does not.
+def load_torch(*, waiting: int = 1) -> None:
+    """Import torch, where it is installed. An interrupt waits until that is done; a second one does not, or the one
+    behind as many as are ``waiting``.
 
     torch's C++ code imports modules, too, and drops what is raised in them: a Ctrl-C would be lost, and half of numpy
     be left. Elsewhere in it an exception ends the process by SIGABRT.
     """
-    with _interrupts_waiting(), contextlib.suppress(ImportError):  # whoever needs it says what is missing
+    with _interrupts_waiting(waiting), contextlib.suppress(ImportError):  # whoever needs it says what is missing
         importlib.import_module("torch")
 
 
 @contextlib.contextmanager
-def _interrupts_waiting() -> Iterator[None]:
+def _interrupts_waiting(most: int) -> Iterator[None]:
     numbers = [getattr(signal, name) for name in ("SIGINT", *_ENDING) if hasattr(signal, name)]
     found = {one: handler for one in numbers if callable(handler := signal.getsignal(one))}
     if threading.current_thread() is not threading.main_thread():
@@ -126,7 +127,7 @@ def _interrupts_waiting() -> Iterator[None]:
 
     def wait(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if len(came) > 1:
+        if len(came) > most:
             found[number](number, frame)
 
     try:

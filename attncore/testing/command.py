@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path |
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
         _check_expression(args.k or "")
-        load_torch()
+        load_torch(waiting=1 if journal is None else 2)  # the process that started this one hands each on once more
         from attncore.testing.harness.errors import UnsupportedError
         from attncore.testing.harness.run_suite import conformance
         from attncore.testing.harness.subject import Subject

@@ -13,8 +13,13 @@ from attncore.search_path import without_current_folder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
+else:
+    import _signal as signal  # as in attncore/interrupts.py
 
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the first process starts this one without: while Python itself starts, they would be a traceback."""
 JOURNAL = "journal"
 """The name of the journal in the folder."""
 
@@ -44,6 +49,7 @@ def main() -> int:
 
 
 def _load() -> Callable[[], int]:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     import attncore.testing.command  # noqa: F401  loaded while an interrupt needs no answer
 
     return main

@@ -18,7 +18,7 @@ from attncore.registry.child_process import how_it_ended
 from attncore.temporary_folder import temporary_folder
 from attncore.testing.harness.journal import Noted, read_journal
 from attncore.testing.harness.support_table import Result
-from attncore.testing.kit_child import JOURNAL
+from attncore.testing.kit_child import HELD, JOURNAL
 
 _PATIENCE = 1.0
 """Seconds in which the other process is to end by itself once this one is interrupted: a terminal interrupts both."""
@@ -36,7 +36,7 @@ def run_apart(args: argparse.Namespace, words: Sequence[str]) -> int:
         noted = read_journal(Path(folder, JOURNAL))
     if noted.ended is not None and noted.ended == code:
         return code
-    if sent is not None and code == -sent:
+    if sent is not None:  # wherever that has met the other process: in a library's C++ code, it ends as if it crashed
         return 128 + sent
     return _crashed(args, noted, how_it_ended(code))
 
@@ -45,12 +45,19 @@ def _waited_for(words: Sequence[str]) -> tuple[int, int | None]:
     """The return code of a process that writes where this one does, and the last signal that ended the wait for it.
 
     A signal is handed on where the process does not end by itself, as it does where a terminal has interrupted both.
+    The code may be 0 then, whatever it was: an interrupt comes between the system's answer and the note of it.
     """
     streams = {name: _descriptor(getattr(sys, name)) for name in ("stdout", "stderr")}
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **streams)  # type: ignore[call-overload]
+    found = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **streams)  # type: ignore[call-overload]
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, found)
+        raise
     sent: int | None = None
     while True:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, found)
             return process.wait(), sent
         except KeyboardInterrupt as error:
             sent = error.code - 128 if isinstance(error, Terminated) else int(signal.SIGINT)

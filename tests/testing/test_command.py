@@ -175,6 +175,32 @@ def test_a_signal_ends_it_without_a_traceback(number, code, said, site):
         assert "KeyboardInterrupt" not in done.stdout
 
 
+BOTH = "[os.kill(process, signal.SIGINT) for process in (os.getppid(), os.getpid())]"
+"""In the second process, what a terminal does to both."""
+
+
+def test_an_interrupt_while_python_starts_is_no_traceback(tmp_path):
+    starts = f"import os, signal, sys\nif any(word.endswith('kit_child') for word in sys.orig_argv): {BOTH}\n"
+    (tmp_path / "sitecustomize.py").write_text(starts)
+    assert ended_with_on_the_path(tmp_path) == (130, "", "")
+
+
+def test_an_interrupt_waits_for_torch_however_long_it_takes(tmp_path):
+    """The first process hands it on after a second; torch's C++ code ends a process by SIGABRT where one is raised."""
+    slow = f"import os, signal, time\ntry: {BOTH}; time.sleep(1.5)\nexcept BaseException: os.abort()\n"
+    (tmp_path / "torch.py").write_text(slow)
+    assert ended_with_on_the_path(tmp_path) == (130, "", "attncore: error: interrupted\n")
+
+
+def ended_with_on_the_path(folder):
+    """Exit code and output of the kit with the modules of ``folder``."""
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    words = [sys.executable, "-P", *WORDS[1:]]
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_where_torch_compiles_nothing_no_backend_fails_for_it():
     environ = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
     words = [*WORDS[:-1], "torch_operator"]
