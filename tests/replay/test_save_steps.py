@@ -90,6 +90,13 @@ def test_a_file_of_that_name_is_replaced_and_a_link_followed(tmp_path):
     assert len(target.read_text().splitlines()) == len(lines)
 
 
+def test_a_name_of_letters_of_several_bytes_may_be_as_long_as_any(tmp_path):
+    """The name that it has until all is written was longer than any may be."""
+    path = tmp_path / f"{'界' * 80}.jsonl"
+    saved(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_device_is_written_to_and_not_replaced():
     with StepsFile("/dev/null", 4) as record:
         replay(REQUESTS, SETTINGS, record=record)

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import secrets
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
@@ -39,7 +40,9 @@ class WholeFile:
             special = self._path.exists() and not self._path.is_file()
             self._direct = special or self._descriptor is not None
         # Random, and never an existing file: others may write to this folder.
-        beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
+        # The bytes of a name are counted, 255 at most; of its last letter there may be a part.
+        name = os.fsencode(self._path.name)[:100].decode(sys.getfilesystemencoding(), "ignore")
+        beside = self._path.with_name(f".{name}.{secrets.token_hex(6)}.partial")
         self._partial = self._path if self._direct else beside
         self._file: TextIO | None = None
 
