@@ -19,7 +19,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 TIMES = ROOT / "build" / "times"
 LIST = ROOT / "tests" / "slow_tests.txt"
-LIMIT = 1.5
+LIMIT = 0.5
 """Seconds of processor time from which a test is slow."""
 ALWAYS = {
     "tests/integrations/test_compiled_layers.py::test_by_inductor": "the one that compiles as users do",
