@@ -1,9 +1,12 @@
 """What is read of a trace is limited, whatever it unpacks to; a pipe is read as it comes."""
 
+import fcntl
 import gzip
 import json
 import os
 import resource
+import termios
+import time
 
 import pytest
 
@@ -108,7 +111,11 @@ def test_ids_without_end_are_refused(tmp_path, monkeypatch):
 def test_a_pipe_is_read(content, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     if not (child := os.fork()):
-        (tmp_path / "pipe").write_bytes(content)
+        with open(tmp_path / "pipe", "wb", buffering=0) as pipe:
+            pipe.write(content[:1])
+            while fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)) != bytes(4):  # the first byte is read alone
+                time.sleep(0.001)
+            pipe.write(content[1:])
         os._exit(0)
     trace = read_trace(tmp_path / "pipe")
     os.waitpid(child, 0)

@@ -57,10 +57,10 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
     name = "standard input" if path == "-" else str(path)
     try:
         with nullcontext(standard_input()) if path == "-" else open(path, "rb") as raw:
-            start = raw.peek(2)[:2]  # a pipe cannot be rewound
+            start = raw.peek(1)[:1]  # a pipe cannot be rewound, and may have no second byte yet
             if not start:  # reading on, a terminal would wait for a second Ctrl-D
                 return _read(_Lines(iter(())), name, max_requests, max_seconds)
-            if start != GZIP:
+            if start != GZIP[:1]:  # which no text begins with
                 return _read(_Lines(_text(name, raw, None)), name, max_requests, max_seconds)
             packed = _Counted(name, raw)
             with gzip.open(packed) as data:  # type: ignore[call-overload]
