@@ -175,10 +175,9 @@ def test_attncores_choice_has_the_reasons_of_all():
 
 def test_limits_count_padding_and_drafts():
     spec = SimpleNamespace(block_size=16)
-    any_block = (2**31 - 1) // 16  # a group may have more blocks than the cache's configuration says
-    assert limits.limits_of(configuration(), spec) == (8, 96, 128, any_block)
+    assert limits.limits_of(configuration(), spec) == (8, 96, 128)
     drafts = configuration(speculative_config=SimpleNamespace(num_speculative_tokens=3))
-    assert limits.limits_of(drafts, spec) == (8, 96 + 8 * 6, 134, any_block)
+    assert limits.limits_of(drafts, spec) == (8, 96 + 8 * 6, 134)
     chunks = SimpleNamespace(block_size=16, attention_chunk_size=32)
     assert limits.limits_of(configuration(), chunks).max_num_reqs == 2 * 8 + 96 // 32
 

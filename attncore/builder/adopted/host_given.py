@@ -182,10 +182,10 @@ def check_blocks(given: Given, settings: Settings) -> None:
     starts, lengths, table = (tensor.clone().numpy() for tensor in given[:3])
     columns = np.where(starts[1:] > starts[:-1], -(-lengths // settings.block_size), 0)
     held = np.arange(table.shape[1]) < columns[:, np.newaxis]
-    wrong = held & ((table < 0) | (table >= settings.num_blocks))
+    wrong = held & ((table < 0) | (table >= settings.blocks_bound))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
             f"block_table: row {row} names block {table[row, column]} in column {column}, but the cache holds "
-            f"{counted(settings.num_blocks, 'block')}"
+            f"{counted(settings.blocks_bound, 'block')}"
         )

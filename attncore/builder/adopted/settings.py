@@ -19,12 +19,17 @@ class Settings(NamedTuple):
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
-    num_blocks: int
+    num_blocks: int | None
     decode_threshold: int
     depth: int
     block_size: int
     max_pages: int
     """Pages of the longest request."""
+
+    @property
+    def blocks_bound(self) -> int:
+        """Block ids are below it: the cache's blocks, or what int32 counts slots of."""
+        return arguments.INT32_MAX // self.block_size if self.num_blocks is None else self.num_blocks
 
     @property
     def gap(self) -> int:
@@ -56,7 +61,7 @@ class Facts(NamedTuple):
 
 
 def check_settings(
-    backend: Any, max_num_reqs: int, max_num_tokens: int, max_model_len: int, num_blocks: int,
+    backend: Any, max_num_reqs: int, max_num_tokens: int, max_model_len: int, num_blocks: int | None,
     decode_threshold: int, depth: int,
 ) -> Settings:  # fmt: skip
     """The settings as plain ints; ValueError or TypeError that names the argument."""
@@ -76,7 +81,7 @@ def check_settings(
         max_num_reqs,
         arguments.integer("max_num_tokens", max_num_tokens, 1),
         max_model_len,
-        arguments.integer("num_blocks", num_blocks, 1),
+        arguments.optional_integer("num_blocks", num_blocks, 1),
         arguments.integer("decode_threshold", decode_threshold, 1),
         arguments.integer("depth", depth, 1, 64),
         block_size,

@@ -39,9 +39,10 @@ class AdoptedSteps(Uncopied):
     one thread, and one compute stream, at a time; a second caller is a ConcurrentUseError.
 
     ``max_num_reqs`` and ``max_num_tokens`` bound a step, ``max_model_len`` a request's keys. ``num_blocks``: the blocks
-    of the engine's cache, below which its block ids are. A request is a decode where it runs up to ``decode_threshold``
-    tokens and all rows before it do. Engines put decodes first; what follows the first longer row is a prefill, right
-    but slower. Host arrays are valid until ``depth`` more builds. ``kernels``: ``"cython"`` or ``"numba"``.
+    of the engine's cache, below which its block ids are; None where they are not known yet, and ids are compared with
+    no cache. A request is a decode where it runs up to ``decode_threshold`` tokens and all rows before it do. Engines
+    put decodes first; what follows the first longer row is a prefill, right but slower. Host arrays are valid until
+    ``depth`` more builds. ``kernels``: ``"cython"`` or ``"numba"``.
 
     Raises ValueError or TypeError that names the argument.
     """
@@ -53,7 +54,7 @@ class AdoptedSteps(Uncopied):
         max_num_reqs: int,
         max_num_tokens: int,
         max_model_len: int,
-        num_blocks: int,
+        num_blocks: int | None,
         decode_threshold: int = 1,
         depth: int = 2,
         kernels: KernelsName | None = None,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attncore.arguments import INT32_MAX
-
 
 class Limits(NamedTuple):
     """Arguments of AdoptedSteps."""
@@ -13,7 +11,6 @@ class Limits(NamedTuple):
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
-    num_blocks: int
 
 
 def limits_of(vllm_config: Any, kv_cache_spec: Any) -> Limits:
@@ -33,8 +30,6 @@ def limits_of(vllm_config: Any, kv_cache_spec: Any) -> Limits:
         max_num_reqs=rows,
         max_num_tokens=tokens,
         max_model_len=int(vllm_config.model_config.max_model_len) + drafts,
-        # What int32 slots reach: a group's blocks are as many as vLLM's times its own ratio, which no builder is told.
-        num_blocks=INT32_MAX // int(kv_cache_spec.block_size),
     )
 
 

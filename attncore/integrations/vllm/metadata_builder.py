@@ -45,9 +45,9 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode="multi_token_decode" in choice.spec.features)
         self.backend: AttentionBackend = choice.create(_name_of(device))
         limits = limits_of(vllm_config, kv_cache_spec)
-        self.steps = AdoptedSteps(
-            self.backend, **limits._asdict(), decode_threshold=int(self.reorder_batch_threshold or 1)
-        )
+        threshold = int(self.reorder_batch_threshold or 1)
+        # A group's blocks are as many as vLLM's times its own ratio, which no builder is told.
+        self.steps = AdoptedSteps(self.backend, **limits._asdict(), num_blocks=None, decode_threshold=threshold)
         self._most = 0 if vllm_config.speculative_config is None else limits.max_model_len
         self._bounded = lengths_are_bounds(vllm_config)
         self._recorded: Any = None

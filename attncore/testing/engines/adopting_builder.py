@@ -38,7 +38,7 @@ class AdoptingBuilder:
         )
         self.steps = AdoptedSteps(
             backend, max_num_reqs=batch.max_num_reqs, max_num_tokens=max_num_batched_tokens,
-            max_model_len=batch.max_model_len, num_blocks=batch.groups[0].num_blocks or 1,
+            max_model_len=batch.max_model_len, num_blocks=batch.groups[0].num_blocks,
             decode_threshold=decode_threshold, kernels=batch.kernels,  # type: ignore[arg-type]
         )  # fmt: skip
         rows = batch.max_num_reqs

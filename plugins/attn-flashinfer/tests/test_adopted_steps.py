@@ -74,6 +74,34 @@ def test_the_option_cascade_needs_a_table_on_the_host(on_cpu: bool) -> None:
     assert [one["causal"] for one in recorder.of("prefill.plan")] == ([False, True] if on_cpu else [])
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_engine_may_not_know_how_many_blocks_its_cache_has(on_cpu: bool) -> None:
+    """vLLM tells no builder. On a GPU the host has no table, and what is on the device is not read."""
+    backend = standin.backend(block_size=4)
+    impl, cache = backend.impl("layers.0", scale=0.5), torch.zeros(backend.kv_cache_shape(40, 4, 2, 64)).bfloat16()
+    steps = AdoptedSteps(backend, max_num_reqs=2, max_num_tokens=16, max_model_len=64, num_blocks=None)
+    if not on_cpu:
+        steps._on_cpu = steps._known.checks = steps._sizes.values["_on_cpu"] = False
+
+    def run(block: int) -> torch.Tensor:
+        table = torch.tensor([[3, 4], [7, block]], dtype=torch.int32)
+        starts, lengths = torch.arange(3, dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int32)
+        metadata = steps.build(
+            query_start_loc=starts, seq_lens=lengths, block_table=table, slot_mapping=4 * table[:, 1].long(),
+            host_query_start_loc=starts.numpy(), host_seq_lens=lengths.numpy(),
+        )  # fmt: skip
+        query, key, value = (torch.randn(2, heads, 64).to(cache.dtype) for heads in (4, 2, 2))
+        return impl.forward(query, key, value, cache, metadata)  # type: ignore[no-any-return]
+
+    assert run(39).isfinite().all()
+    if on_cpu:
+        with pytest.raises(ValueError, match=r"block_table: row 1 names block 536870911 .* holds 536870911 blocks"):
+            run(2**31 // 4 - 1)
+        impl._kv_cache = None  # as if the layer met its cache in this step
+        with pytest.raises(ValueError, match="metadata: block 40 is beyond the cache's num_blocks 40"):
+            run(40)
+
+
 def test_bounds_in_place_of_exact_lengths_are_refused() -> None:
     """FlashInfer's plan copies the host's page list to the device where no graph is replayed."""
     backend = standin.backend()

@@ -138,19 +138,22 @@ def _from_table(metadata: AttentionMetadata, block_size: int, num_blocks: int, f
 
 
 def check_table(metadata: AttentionMetadata, block_size: int, num_blocks: int) -> None:
-    """ValueError where the tables of a step of the persistent builder name a block beyond a cache of ``num_blocks``."""
-    columns = -(-metadata.max_seq_len // block_size)
-    _check_ids(metadata.host.block_table[: metadata.num_reqs, :columns].ravel(), num_blocks)
+    """ValueError where the tables of a step, which the host has, name a block beyond a cache of ``num_blocks``."""
+    if (table := getattr(metadata.host, "block_table", None)) is not None:
+        _check_ids(table[: metadata.num_reqs, : -(-metadata.max_seq_len // block_size)].ravel(), num_blocks)
 
 
 def check_cache(metadata: AttentionMetadata, num_blocks: int) -> None:
-    """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``."""
+    """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``. Of an engine that
+    does not know how many it has, tables on the device are not read.
+    """
     if metadata.builder is None:
         _check_ids(getattr(metadata.host, "paged_kv_indices", ()), num_blocks)
         return
     pool = pool_of(metadata)
     if pool is None:
-        _check_ids(metadata.host.block_table[: metadata.num_reqs].ravel(), num_blocks)
+        if (table := getattr(metadata.host, "block_table", None)) is not None:
+            _check_ids(table[: metadata.num_reqs].ravel(), num_blocks)
     elif pool > num_blocks:
         raise ValueError(f"kv_cache: num_blocks {num_blocks} found; the batch takes ids of {pool}")
 
