@@ -50,6 +50,8 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
         reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
     except OSError as error:  # too many files are open
         return f"{NOT_STARTED}: {error}"
+    # Between vfork and exec this process waits, whatever arrives. A Ctrl-Z would stop the child there, and so both.
+    found = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", *arguments],  # -P: the current folder is not on the path
@@ -65,6 +67,7 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
         return f"{NOT_STARTED}: {error}"
     finally:
         os.close(writer)
+        signal.pthread_sigmask(signal.SIG_SETMASK, found)
     try:
         last = _read_until_ended(reader, process, time.monotonic() + timeout)
     finally:
@@ -89,20 +92,23 @@ def _with_path(path: Sequence[str], arguments: Sequence[str]) -> list[str]:
 def _read_until_ended(reader: int, process: subprocess.Popen[bytes], end: float) -> bytes | None:
     """The last of what a process writes to a pipe before it ends; None where it has not ended in time.
 
-    The pipe is closed when the last grandchild ends, which is not waited for.
+    The pipe is closed when the last grandchild ends, which is not waited for. It is asked once more when the time is
+    over: this process may have been stopped meanwhile, by Ctrl-Z, for longer than the other one had.
     """
     last, is_open = b"", True
-    while (left := end - time.monotonic()) > 0:
+    while True:
+        left = end - time.monotonic()
         ended = process.poll() is not None  # asked before the read: what it wrote is in the pipe by then
-        if is_open and _readable(reader, 0 if ended else min(left, 0.05)):
+        if is_open and _readable(reader, 0 if ended else max(0.0, min(left, 0.05))):
             part = os.read(reader, _PIPE)
             is_open, last = bool(part), (last + part)[-_LAST:]
         if ended:
             return last
+        if left <= 0:
+            return None
         if not is_open:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(left)
-    return None
 
 
 def _folder() -> str | None:

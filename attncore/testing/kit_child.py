@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # as in attncore/interrupts.py
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the first process starts this one without: while Python itself starts, they would be a traceback."""
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+"""Signals that the first process starts this one without: while Python itself starts, they would be a traceback; a
+Ctrl-Z before that would stop this one while the first one waits for its start, whatever arrives.
+"""
 JOURNAL = "journal"
 """The name of the journal in the folder."""
 

@@ -2,11 +2,14 @@
 
 import os
 import resource
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
+from attncore.registry import child_process
 from attncore.registry.child_process import MAX_BYTES, NO_ANSWER, read_answers, run_in_child, run_in_fork
 
 AS_CHILD = """
@@ -76,6 +79,30 @@ def test_a_child_that_closes_its_streams_is_waited_for():
     assert run_in_child(["-c", "import os, time; os.closerange(0, 3); time.sleep(0.2); os._exit(3)"], 30) == (
         "the process ended with code 3"
     )
+
+
+def test_a_child_that_ends_while_this_process_is_stopped_has_ended(monkeypatch):
+    """As by Ctrl-Z, for longer than the child may take."""
+    start, real = subprocess.Popen, child_process._readable
+    started = []
+
+    def stopped(reader, seconds):
+        if (process := started[0]).returncode is None:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            monkeypatch.setattr("time.monotonic", lambda: 1e9)
+        return real(reader, seconds)
+
+    monkeypatch.setattr(child_process, "_readable", stopped)
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **how: started.append(start(*args, **how)) or started[0])
+    assert run_in_child(["-c", "raise ValueError('no')"], 30) == "the process ended with code 1 (ValueError: no)"
+
+
+def test_ctrl_z_stops_no_child_before_it_runs():
+    """The parent, which waits for its start, would not stop, and take no other signal either."""
+    program = "import signal; raise SystemExit(signal.SIGTSTP not in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert run_in_child(["-c", program], 30) == ""
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200, reason="the system allows fewer files")
