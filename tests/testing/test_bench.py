@@ -283,6 +283,16 @@ def test_steps_longer_than_the_spec_allows_are_unsupported(site):
     }
 
 
+def test_steps_of_more_blocks_than_the_spec_allows_are_unsupported(site):
+    site.plugin("bytes", heavy=REFERENCE.format(forward="pass"), extra="max_block_id=255")
+    found = measure(Question("bytes", "attn-bytes 1.0", **QUICK), 1)
+    assert {row.step for row in found.rows} == {"decode of 1", "prefill of 256"}
+    assert found.unsupported == {
+        "decode of 32": "its spec says max_block_id=255, and this takes 561 blocks",
+        "chunk of 128 beside 16 decodes": "its spec says max_block_id=255, and this takes 329 blocks",
+    }
+
+
 @pytest.mark.parametrize(("most", "kv_heads"), [(1, 8), (3, 4), (4, 2)])
 def test_groups_are_no_larger_than_the_spec_allows(site, most, kv_heads):
     site.plugin("grouped", heavy=REFERENCE.format(forward="pass"), extra=f"max_group_size={most}")

@@ -338,6 +338,17 @@ def test_no_request_is_longer_than_the_spec_allows(site):
     assert rows["long contexts"]["reason"].startswith("its spec says max_model_len=512, and this test has a request of")
 
 
+def test_no_cache_has_more_blocks_than_the_spec_allows(site):
+    """A kernel that keeps block ids in a byte was handed 261 blocks."""
+    plant(site, "bytes", "max_block_id=255, block_sizes={1}")
+    asked = "many_requests or long_contexts[None] or decode_only or test_decode"
+    code, report = conformance("bytes", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", asked))
+    assert (code, report.failures) == (0, [])
+    rows = {row["capability"]: row for row in report.rows()}
+    assert rows["many requests"]["reason"].startswith("its spec says max_block_id=255, and this takes")
+    assert rows["decode"]["state"] == "supported"
+
+
 def test_no_encoder_has_more_tokens_than_the_spec_allows(site):
     plant(site, "short", "max_model_len=100, features={'lse', 'encoder', 'encoder_decoder'}", SHORT.format(most=100))
     code, report = conformance("short", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", "encoder or cross"))

@@ -22,7 +22,7 @@ from attncore.testing.engines.left_alone import check_plain
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import FP8, RandomTensors
-from attncore.testing.engines.requests import History, Requests
+from attncore.testing.engines.requests import History, Requests, require_blocks
 from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
 from attncore.testing.harness.errors import ConformanceError, may_be_refused
@@ -74,13 +74,14 @@ class Engine(Requests):
         config = backend.config
         self.backend, self.config = backend, config
         self.declared_length = None if config.spec is None else config.spec.max_model_len
+        num_blocks = num_blocks or max(NUM_BLOCKS, NUM_TOKENS // config.block_size)
+        require_blocks(None if config.spec is None else config.spec.max_block_id, num_blocks)
         self.features: dict[str, Any] = {"scale": config.head_size**-0.5, **features}
         backend.forget_layers()
         self.impl = backend.impl("layers.0", **self.features)
         self.random = np.random.default_rng(seed)
         self.grid = config.kv_cache_dtype not in ("auto", config.dtype) if grid is None else grid
         self.drawn = RandomTensors(config, self.features, self.random, seed, on_grid=self.grid)
-        num_blocks = num_blocks or max(NUM_BLOCKS, NUM_TOKENS // config.block_size)
         no_tokens = History(self.drawn.draw(0, "key"), self.drawn.draw(0, "value"))
         super().__init__(num_blocks, config.block_size, self.random, no_tokens)
         self.kv_cache, self.cache_view, self._check_memory = cache(backend, num_blocks)

@@ -32,6 +32,12 @@ class History(NamedTuple):
         return History(torch.cat((self.keys, keys)), torch.cat((self.values, values)))
 
 
+def require_blocks(most: int | None, num_blocks: int) -> None:
+    """UnsupportedError where a cache has more blocks than ``most``, a spec's largest block id, allows."""
+    if most is not None and num_blocks - 1 > most:
+        raise UnsupportedError(f"its spec says max_block_id={most}, and this takes {counted(num_blocks, 'block')}")
+
+
 class Requests:
     """An InputBatch, a pool of blocks in random order, and what was computed.
 

@@ -12,6 +12,7 @@ from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.json_lines.list_builder import Batch
 from attncore.registry.spec.sizes import as_sizes, largest_to
 from attncore.show import counted
+from attncore.testing.engines.requests import require_blocks
 from attncore.testing.engines.saved_steps import read_steps
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import UnsupportedError
@@ -59,6 +60,7 @@ class Timed:
         self._resets: list[Callable[[], None]] = []
         self.transport = "none"
         blocks = self._saved(saved, form) if shape == SAVED else self._shape(SHAPES[shape])
+        require_blocks(form.max_block_id, blocks)
         self.metadata = [planned(self.backend, build()) for build in self.builds]
         self.kv_cache = self.backend.allocate_kv_cache(blocks)
         self.tensors = [self._tensors(len(one.host.slot_mapping)) for one in self.metadata]
