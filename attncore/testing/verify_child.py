@@ -73,11 +73,13 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
     torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
     names = ("sliding_window", "logits_soft_cap")
     features = {name: asked[name] for name in names if asked.get(name) is not None}
-    window, size = features.get("sliding_window") or 0, backend.config.block_size
-    declared = None if backend.config.spec is None else backend.config.spec.max_model_len
-    reached = window if window <= MOST_WINDOW and (declared is None or window < declared) else 0
-    needed = 1 + sum(-(-(context + MOST_TOKENS) // size) for context in _around(reached, size))  # and the null block
-    num_blocks = max(NUM_BLOCKS, needed)
+    window, size, spec = features.get("sliding_window") or 0, backend.config.block_size, backend.config.spec
+    declared = None if spec is None else spec.max_model_len
+    most_blocks = math.inf if spec is None or spec.max_block_id is None else spec.max_block_id + 1
+    needed = 1 + sum(-(-(context + MOST_TOKENS) // size) for context in _around(window, size))  # and the null block
+    fits = window <= MOST_WINDOW and needed <= most_blocks and (declared is None or window < declared)
+    reached = window if fits else 0
+    num_blocks = int(min(max(NUM_BLOCKS, needed if reached else 0), most_blocks))
     tested = Engine(backend, num_blocks=num_blocks, **features)
     against, other = "dense float32 attention", None
     if backend.name != "reference":

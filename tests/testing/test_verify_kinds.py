@@ -55,6 +55,15 @@ def test_a_window_is_reached_where_a_request_may_be_longer(site, longest, says):
     assert (found["state"], found["against"]) == ("agrees", f"reference and dense float32 attention{says}")
 
 
+@pytest.mark.parametrize(
+    ("largest", "window", "says"),
+    [(260, 1024, ", in contexts that the window of 1024 tokens does not cut"), (261, 1024, ""), (31, None, "")],
+)
+def test_the_cache_has_no_more_blocks_than_the_spec_allows(site, largest, window, says):
+    found = verdict(site, f"max_block_id={largest}", {"block_size": 16, "sliding_window": window})
+    assert (found["state"], found["against"]) == ("agrees", f"reference and dense float32 attention{says}")
+
+
 def test_a_backend_of_no_step_does_not_agree(site):
     with pytest.raises(ValueError, match=r"^max_model_len: 1 of its spec leaves no step to run$"):
         verdict(site, "phases={'decode'}, max_model_len=1", {"phase": "decode"})
