@@ -19,6 +19,7 @@ from typing import Any
 from attncore.json_output import json_text
 from attncore.quoted import MAX_PART, describe_error, one_line
 from attncore.search_path import without_current_folder
+from attncore.temporary_folder import write_temporary
 
 MAX_BYTES = 1 << 24
 """Bytes of a child's answers beyond which the rest is not read."""
@@ -203,8 +204,7 @@ def tell(file: Path, **facts: Any) -> None:
 
     The file is opened for each: a plugin that closes descriptors of others by their numbers finds none of it.
     """
-    with file.open("a", encoding="utf-8") as opened:
-        opened.write(json_text(facts) + "\n")
+    write_temporary(file, json_text(facts).encode() + b"\n", more=True)
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:

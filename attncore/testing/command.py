@@ -17,7 +17,7 @@ from attncore.quoted import MOST, one_line, printable, quoted
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.standard_output import Lent
 from attncore.testing.device_option import check_device
-from attncore.testing.harness.journal import Journal
+from attncore.testing.harness.journal import FULL, Journal
 from attncore.testing.harness.support_table import Report, identity
 
 MAX_EXAMPLES = 10**6
@@ -75,7 +75,11 @@ def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path |
     with contextlib.redirect_stdout(_Printable(sys.stdout)):
         if journal is not None:
             journal.begin(Report(args.name, given, args.device, identity(args.name)))
+            if journal.is_full:
+                return FULL
         code, report = conformance(args.name, settings=settings, options=options, journal=journal, folder=folder)
+    if journal is not None and journal.is_full:
+        return FULL
     if code == _NONE_RAN and args.k:
         raise UsageError(f"-k: no test's name matches {quoted(args.k)}; they are such as test_decode, test_prefill")
     if args.json:

@@ -34,7 +34,7 @@ def main() -> int:
     from attncore.json_output import only_json
     from attncore.process_end import end_with_parent
     from attncore.testing.command import parsed, run
-    from attncore.testing.harness.journal import Journal
+    from attncore.testing.harness.journal import FULL, Journal
 
     end_with_parent()
     folder = Path(sys.argv[1])
@@ -47,7 +47,7 @@ def main() -> int:
 
     code = run_command(command, to_the_end=True)
     journal.end(code)
-    return code
+    return FULL if journal.is_full else code
 
 
 def _load() -> Callable[[], int]:

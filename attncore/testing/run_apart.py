@@ -15,8 +15,8 @@ from attncore.command import Terminated, fail
 from attncore.json_output import print_json
 from attncore.quoted import printable
 from attncore.registry.child_process import how_it_ended
-from attncore.temporary_folder import temporary_folder
-from attncore.testing.harness.journal import Noted, read_journal
+from attncore.temporary_folder import NoRoomError, temporary_folder
+from attncore.testing.harness.journal import FULL, Noted, read_journal
 from attncore.testing.harness.support_table import Result
 from attncore.testing.kit_child import HELD, JOURNAL
 
@@ -38,6 +38,8 @@ def run_apart(args: argparse.Namespace, words: Sequence[str]) -> int:
         return code
     if sent is not None:  # wherever that has met the other process: in a library's C++ code, it ends as if it crashed
         return 128 + sent
+    if code == FULL:
+        raise NoRoomError(f"the journal of the run in {folder}")
     return _crashed(args, noted, how_it_ended(code))
 
 

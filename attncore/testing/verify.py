@@ -27,7 +27,7 @@ from attncore.registry import package_requirements
 from attncore.registry.child_process import NO_ANSWER, NOT_STARTED, how_it_ended, read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 from attncore.registry.plugins.plugin_code import run_plugin_code
-from attncore.temporary_folder import temporary_folder
+from attncore.temporary_folder import check_room, temporary_folder, write_temporary
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 MOST = {"steps": 10**6, "max_abs_error": 1e300, "tolerance": 1e300, "seconds": 1e9}
@@ -84,7 +84,8 @@ def verify(choice: Choice, *, timeout: float, fresh: bool = False, folder: Path 
 
     Verdicts of a process that ended by itself or by its own fault are kept. One that took longer than ``timeout``
     seconds is not, for the limit may have been too short; nor one that was not started, was ended from outside, or had
-    too little memory, for the next one may have what it lacked.
+    too little memory, no room on a disk or no more files, for the next one may have what it lacked. NoRoomError where
+    there is none for what the process is to answer.
     """
     try:
         folder = cache_folder("verify") if folder is None else folder
@@ -187,12 +188,13 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> tuple[Verdict, bool]
     started = time.perf_counter()
     with temporary_folder("verify") as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
-        question.write_text(json_text({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
+        write_temporary(question, json_text({"backend": choice.name, **_asked(choice)}).encode())
         ended = run_in_child(["-m", "attncore.testing.verify_child", str(question), str(answer)], timeout)
-        answers = read_answers(answer)
-    facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
+        facts: dict[str, Any] = {name: value for told in read_answers(answer) for name, value in told.items()}
+        if "state" not in facts:
+            check_room(answer)
     phase = facts.pop("phase", "before it was imported")
-    lasts = not facts.pop("lacks_memory", False) and ("state" in facts or not ended.startswith(_OF_OTHERS))
+    lasts = not facts.pop("lacks", False) and ("state" in facts or not ended.startswith(_OF_OTHERS))
     if ended and "state" not in facts:  # else what others do at the end of the process is no matter of the backend
         facts = {"state": "hangs" if ended.startswith(NO_ANSWER) else "crashes", "message": f"{ended} {phase}"}
     elif "state" not in facts or _verdict({**asdict(blank), **facts}) is None:

@@ -6,6 +6,7 @@ stopped.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from attncore.quoted import describe_error
 from attncore.registry.child_process import tell
 from attncore.registry.choice.select import select
 from attncore.show import counted
+from attncore.temporary_folder import NO_ROOM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +46,14 @@ def main(question: str, answer: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of the backend, which may raise anything
-        lacks_memory = type(error).__name__ in ("MemoryError", "OutOfMemoryError")  # torch's is of a GPU
-        tell(file, state="fails", message=describe_error(error), lacks_memory=lacks_memory)
+        tell(file, state="fails", message=describe_error(error), lacks=_lacks(error))
+
+
+def _lacks(error: BaseException) -> bool:
+    """Whether the machine had too little of something, which it may have the next time."""
+    if isinstance(error, OSError):
+        return error.errno in (*NO_ROOM, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError")  # torch's is of a GPU
 
 
 def _created(asked: dict[str, Any]) -> AttentionBackend:

@@ -113,6 +113,8 @@ def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forw
         ("import os; os.kill(os.getpid(), 15)", "crashes"),
         ("raise MemoryError", "fails"),
         ("import torch; raise torch.OutOfMemoryError('CUDA out of memory')", "fails"),
+        ("raise OSError(28, 'No space left on device')", "fails"),  # as of a folder of compiled kernels
+        ("raise OSError(24, 'Too many open files')", "fails"),
     ],
 )
 def test_what_may_be_no_fault_of_the_backend_is_not_kept(site, capsys, cache, forward, state):

@@ -13,7 +13,7 @@ from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.plain_values import MAX_ENTRIES
-from attncore.temporary_folder import temporary_folder
+from attncore.temporary_folder import check_room, temporary_folder
 
 PHASES = {
     "start": "before the plugin was loaded",
@@ -82,6 +82,8 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
         arguments = [record.name, record.distribution, str(file), *(["--create"] if create else [])]
         ended = run_in_child(["-m", "attncore.registry.doctor.child_main", *arguments], timeout)
         answers = read_answers(file)
+        if not any(answer.get("phase") == "done" for answer in answers):
+            check_room(file)
     diagnosis = _read(record, answers, ended)
     return replace(diagnosis, seconds=time.perf_counter() - started)
 

@@ -17,8 +17,8 @@ from attncore.registry import package_requirements
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
 from attncore.show import counted
-from attncore.temporary_folder import temporary_folder
-from attncore.testing.bench.answer import FIGURES, Answer, read_pass
+from attncore.temporary_folder import check_room, temporary_folder, write_temporary
+from attncore.testing.bench.answer import DONE, FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
 from attncore.testing.engines.saved_steps import SavedSteps, parse_steps, read_bytes
@@ -56,7 +56,7 @@ class Question:
         if self.steps is not None:
             data = _read(self.steps)
             facts["block_size"] = _checked_block_size(self, data)
-            copy.write_bytes(data)
+            write_temporary(copy, data)
         return json_text(facts)
 
 
@@ -112,9 +112,11 @@ def _given(question: Question) -> dict[str, Any]:
 def _one_pass(question: Question, asked: str) -> Answer:
     with temporary_folder("bench") as temporary:
         ask, answer = Path(temporary, "question"), Path(temporary, "answer")
-        ask.write_text(asked, encoding="utf-8")
+        write_temporary(ask, asked.encode())
         ended = run_in_child(["-m", "attncore.testing.bench.one_pass", str(ask), str(answer)], question.timeout)
         found = read_answers(answer)
+        if not any(line.get("phase") == DONE for line in found):
+            check_room(answer)
     try:
         return read_pass(found, ended)
     except ValueError as error:

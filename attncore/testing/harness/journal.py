@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from attncore.registry.child_process import read_answers, tell
+from attncore.temporary_folder import NoRoomError
 from attncore.testing.harness.support_table import Report, Result
 
 _MOST = 4000
 """Letters of a reason that are written down."""
+
+FULL = 74
+"""The exit code of a run that ended because its journal had no room. Once it has ended there may be room again: files
+of its own are gone.
+"""
 
 
 class _Item(Protocol):
@@ -24,29 +30,40 @@ class _Item(Protocol):
 class Journal:
     """The journal in ``file``, which is made anew."""
 
+    is_full: bool
+    """Whether there was no room for a line: the run then ends with FULL, and who reads the journal says why."""
+
     def __init__(self, file: Path) -> None:
         self._file = file
         self._written = 0
+        self.is_full = False
         file.write_bytes(b"")
 
     def begin(self, report: Report) -> None:
         """The backend, and what it is tested with; ``identity`` of ``report`` is known."""
         options = dict(report.options)
-        tell(self._file, backend=report.backend, options=options, device=report.device, identity=report.identity)
+        self._tell(backend=report.backend, options=options, device=report.device, identity=report.identity)
 
     def running(self, item: _Item, capability: str) -> None:
         """A test begins."""
-        tell(self._file, running=item.name, capability=capability)
+        self._tell(running=item.name, capability=capability)
 
     def results(self, results: Sequence[Result]) -> None:
         """All results so far, of which the new ones are written."""
         for one in results[self._written :]:
-            tell(self._file, result=[*one[:3], one.reason[:_MOST]])
+            self._tell(result=[*one[:3], one.reason[:_MOST]])
         self._written = len(results)
 
     def end(self, code: int) -> None:
         """The command has ended by itself, with an exit code."""
-        tell(self._file, ended=code)
+        self._tell(ended=code)
+
+    def _tell(self, **facts: Any) -> None:
+        try:
+            if not self.is_full:
+                tell(self._file, **facts)
+        except NoRoomError:
+            self.is_full = True
 
 
 @dataclass

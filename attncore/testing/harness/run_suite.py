@@ -18,7 +18,7 @@ import pytest
 from attncore.command import fail
 from attncore.process_end import end_if_forked, exit_refused
 from attncore.quoted import MAX_PART, add_note, notes, one_line, quoted
-from attncore.temporary_folder import temporary_folder
+from attncore.temporary_folder import temporary_folder, write_temporary
 from attncore.terminal import print_lines
 from attncore.testing.harness.journal import Journal
 from attncore.testing.harness.pytest_plugin import reports, row_of
@@ -44,10 +44,10 @@ def conformance(
     with temporary_folder("conformance", folder) as run_folder:
         # A name of its own: pytest imports a file only once a process, by its name.
         file = Path(run_folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
-        file.write_text(FILE.format(name=name) + settings, encoding="utf-8")
+        write_temporary(file, (FILE.format(name=name) + settings).encode())
         # Whatever pytest configuration lies around is its project's, not this run's.
         ini = Path(run_folder, "pytest.ini")
-        ini.write_text("[pytest]\naddopts =\n", encoding="utf-8")
+        write_temporary(ini, b"[pytest]\naddopts =\n")
         fixed = ["-c", str(ini), "--rootdir", run_folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
         fixed += ["-p", "no:benchmark"]  # nothing is timed here, and it warns inside a worker of pytest-xdist
         try:
@@ -153,12 +153,18 @@ class ReportCatcher:
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         if self._journal is not None and (capability := row_of(item)) is not None:
             self._journal.running(item, capability)
+            self._end_if_full()
 
     def pytest_runtest_logfinish(self) -> None:
         self.left -= 1
         if self._journal is not None and self._session is not None:
             for report in reports(self._session.config).values():  # of one file
                 self._journal.results(report.results)
+            self._end_if_full()
+
+    def _end_if_full(self) -> None:
+        if self._journal is not None and self._session is not None and self._journal.is_full:
+            self._session.shouldstop = "no room for temporary files"
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         # and neither pytest.exit nor pytest's own, for what it cannot collect
