@@ -431,6 +431,17 @@ def test_a_decoder_whose_positions_begin_behind_the_padding_token_is_refused():
         attention_layers(model)
 
 
+def test_a_decoder_in_a_larger_model_whose_positions_begin_behind_the_padding_token_is_refused():
+    """Sinusoids, which are no parameter, of Kosmos-2.5."""
+    text = {"embed_dim": 32, "ffn_dim": 32, "layers": 1, "attention_heads": 2, "vocab_size": 64}
+    sizes = ("hidden_size", "patch_embed_hidden_size", "intermediate_size")
+    vision = {**dict.fromkeys(sizes, 32), "head_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
+    model = transformers.Kosmos2_5ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match="Kosmos2_5ForConditionalGeneration counts positions from 2"):
+        attention_layers(model)
+
+
 def test_the_models_in_a_model_have_their_implementations_afterwards():
     parts = {
         "text_config": transformers.LlamaConfig(**SHAPE),

@@ -131,9 +131,12 @@ def refuse_unsaid_direction(name: str, module: Any) -> NoReturn:
 
 
 def _first_position(model: Any) -> int:
-    """What a model counts positions from: 0, or more for RoBERTa and its like, which have a row for padding before."""
+    """What a model counts positions from: 0, or more for RoBERTa and its like, which have a row for padding before.
+
+    The module is called ``position_embeddings`` there, and ``embed_positions`` in Kosmos-2 and 2.5.
+    """
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        if "position" in name.rpartition(".")[2] and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
     return 0
 
