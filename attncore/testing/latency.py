@@ -77,4 +77,5 @@ def test_commit(benchmark: Any, attncore_timed: Timed) -> None:
 def test_forward(benchmark: Any, attncore_timed: Timed) -> None:
     """One layer's attention of a step, until the device is done."""
     _info(benchmark, attncore_timed, "forward")
+    attncore_timed.plan()
     benchmark(attncore_timed.forward)

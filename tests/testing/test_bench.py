@@ -254,6 +254,30 @@ def test_a_pass_times_the_backend_beside_the_reference(site):
     assert forward.to_reference[0] > 2
 
 
+def prompt(length):
+    """A line of saved steps: one prompt in blocks of 16."""
+    sequence = {"seq_id": 0, "query_len": length, "context_len": 0, "block_table": [1, 2]}
+    groups = [{"is_prompt": True, "sequences": [sequence]}]
+    return json.dumps({"block_size": 16, "chunked_prefill": True, "groups": groups}) + "\n"
+
+
+ONE_PLAN = """
+    def plan(self, metadata):
+        super().plan(metadata)
+        Backend.last = metadata
+"""
+
+
+def test_a_library_that_keeps_one_plan_is_timed(site, tmp_path):
+    """FlashInfer's: it refuses the layers of any other step (docs/contract.md), such as those before a commit."""
+    refuses = "if metadata is not Backend.last: raise ValueError('metadata: not of the step that was planned last')"
+    site.plugin("one", heavy=REFERENCE.format(forward=refuses) + ONE_PLAN)
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text("".join(prompt(length) for length in (5, 30)))
+    found = measure(Question("one", "attn-one 1.0", steps=steps, **QUICK), 1)
+    assert len(found.rows) == 20
+
+
 def test_each_timed_plan_finds_nothing_kept():
     """A backend that keeps its plan in `metadata.kept` plans once a step; the second time it would only look it up."""
     timed = Timed(Subject("reference", checks_needs=False), "decode of 1", REQUEST, None)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from attncore.cli import main
+from attncore.reference import ReferenceBackend, ReferenceImpl
 from attncore.testing.engines import saved_steps, timed_steps
 from attncore.testing.harness.subject import Subject
 
@@ -65,6 +66,23 @@ def test_without_timing_every_shape_runs_once_and_missing_steps_are_a_skip(tmp_p
     shown = capsys.readouterr().out
     assert "16 passed, 4 skipped" in shown, shown
     assert "unsupported: the test file sets no STEPS" in shown
+
+
+def test_a_library_that_keeps_one_plan_is_timed(tmp_path, monkeypatch):
+    """It refuses the layers of any other step (docs/contract.md), such as those of a step that was planned before."""
+    last, forward = [], ReferenceImpl.forward
+
+    def of_the_last(self, query, key, value, kv_cache, metadata, output=None):
+        assert metadata is last[-1]
+        return forward(self, query, key, value, kv_cache, metadata, output)
+
+    monkeypatch.setattr(ReferenceBackend, "plan", lambda self, metadata: last.append(metadata))
+    monkeypatch.setattr(ReferenceImpl, "forward", of_the_last)
+    sequence = {"query_len": 5, "context_len": 0, "block_table": [1]}
+    steps = [[{"is_prompt": True, "sequences": [{"seq_id": i, **sequence}]}] for i in range(2)]
+    saved = tmp_path / "steps.jsonl"
+    saved.write_text("".join(json.dumps({"block_size": 16, "groups": groups}) + "\n" for groups in steps))
+    assert run(tmp_path, FILE.format(name="reference") + f"STEPS = {str(saved)!r}\n", "--benchmark-disable") == 0
 
 
 def test_saved_steps_with_encoders(tmp_path):

@@ -71,6 +71,8 @@ def _row(timed: Timed, beside: Timed | None, part: str, resets: bool, seconds: f
     ways = {"yardstick": device_yardstick(device) if part == "forward" else host_yardstick()}
     for name, one in (("backend", timed), ("reference", beside)):
         if one is not None:
+            if part == "forward":
+                one.plan()
             ways[name] = Call(getattr(one, part), one.reset if resets else None)
     found = in_turns(ways, seconds)
 

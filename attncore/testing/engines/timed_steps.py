@@ -44,7 +44,8 @@ class Timed:
     """A backend and one or more steps: what is timed calls ``build``, ``plan``, ``commit`` or ``forward`` for each.
 
     ``shape`` is a name of SHAPES, or SAVED for the steps of the file ``saved``. ``builds`` builds each step on the
-    host, ``sends`` builds, plans and sends it.
+    host, ``sends`` builds, plans and sends it. Who times ``forward`` calls ``plan`` before the first call: ``commit``
+    plans others, and a library may keep one plan.
     """
 
     def __init__(self, subject: Subject, shape: str, request: Mapping[str, Any], saved: str | Path | None) -> None:
@@ -88,8 +89,11 @@ class Timed:
             self.backend.plan(metadata)
 
     def forward(self) -> None:
-        """One layer's attention of each step; waits for the device."""
+        """One layer's attention of each step; waits for the device. Of several steps each is planned again before."""
+        several = len(self.metadata) > 1
         for metadata, (query, key, value) in zip(self.metadata, self.tensors, strict=True):
+            if several:
+                self.backend.plan(metadata)
             self.impl.forward(query, key, value, self.kv_cache, metadata)
         if torch.device(self.config.device).type == "cuda":
             torch.cuda.synchronize()
