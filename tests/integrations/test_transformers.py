@@ -442,6 +442,17 @@ def test_a_decoder_in_a_larger_model_whose_positions_begin_behind_the_padding_to
         attention_layers(model)
 
 
+def test_embeddings_that_follow_the_masks_of_the_row_are_refused():
+    """ESM-2 as published."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    said = {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1, "position_embedding_type": "rotary"}
+    model = transformers.EsmForMaskedLM(transformers.EsmConfig(**shape, **said, token_dropout=True)).eval()
+    with pytest.raises(ValueError, match=r"^model: esm\.embeddings scales its embeddings by how many .* are masks"):
+        attention_layers(model)
+    model.esm.embeddings.token_dropout = False
+    assert [layer.attn_type.name for layer in attention_layers(model)] == ["ENCODER_ONLY"]
+
+
 def test_the_models_in_a_model_have_their_implementations_afterwards():
     parts = {
         "text_config": transformers.LlamaConfig(**SHAPE),

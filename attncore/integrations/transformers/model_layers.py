@@ -78,10 +78,11 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     Runs the model over one token, without a cache, and records what every layer passes to its attention. ValueError
     where none does, since the model then has attention code of its own, and for models whose output would change when
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
-    decoder, positions of their own, embeddings made of neighbouring tokens, frequencies by the longest request, queries
-    scaled by their place in the row, causal layers that run twice, a sliding window that is only in the masks that the
-    model makes or only in what a layer passes, or is another one there, encoder layers that do not say that they are,
-    layers that say one direction in a model whose masks have the other, or a window that transformers' cache alone has.
+    decoder, positions of their own, embeddings made of neighbouring tokens or scaled by how many tokens are masks,
+    frequencies by the longest request, queries scaled by their place in the row, causal layers that run twice, a
+    sliding window that is only in the masks that the model makes or only in what a layer passes, or is another one
+    there, encoder layers that do not say that they are, layers that say one direction in a model whose masks have the
+    other, or a window that transformers' cache alone has.
     """
     refuse_layers(model)
     layers = tuple(_recorded(model).layers.values())

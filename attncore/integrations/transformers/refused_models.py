@@ -39,6 +39,7 @@ def refuse_layers(model: Any) -> None:
             "run as one row; it runs without trigram_input alone"
         )
     _refuse_dynamic_quantisation(model)
+    _refuse_counted_masks(model)
     _refuse_moving_frequencies(model, config)
     _refuse_counted_temperatures(model)
 
@@ -149,6 +150,17 @@ def _refuse_dynamic_quantisation(model: Any) -> None:
                 f"model: {name} is quantised dynamically (torch.ao), by the largest number of a step's tokens, so that "
                 "a request would change those beside it; take the model before quantize_dynamic, or one of which the "
                 "weights alone are quantised"
+            )
+
+
+def _refuse_counted_masks(model: Any) -> None:
+    """ValueError for embeddings that are scaled by how many tokens of the row, of any request, are masks (ESM)."""
+    for name, module in model.named_modules():
+        if getattr(module, "token_dropout", False) is True:
+            raise ValueError(
+                f"model: {name or type(module).__name__} scales its embeddings by how many of a step's tokens are "
+                "masks (token_dropout), so that a request would change those beside it; it runs without token_dropout "
+                "alone"
             )
 
 
