@@ -159,8 +159,8 @@ def _refuse_counted_masks(model: Any) -> None:
         if getattr(module, "token_dropout", False) is True:
             raise ValueError(
                 f"model: {name or type(module).__name__} scales its embeddings by how many of a step's tokens are "
-                "masks (token_dropout), so that a request would change those beside it; it runs without token_dropout "
-                "alone"
+                "masks (token_dropout), so that a request would change those beside it; take a model that was trained "
+                "without token_dropout"
             )
 
 
