@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from attncore.abstract import AttentionImpl, AttentionMetadata
 
 
+class NoLayersCache(KeyError):  # noqa: N818  (what a caller sees is a KeyError)
+    """An operator without a name was given a cache that is no layer's of its context."""
+
+
 class ForwardContext:
     """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only.
 
@@ -75,10 +79,10 @@ class ForwardContext:
         return impl, self._by_layer[name]
 
     def name_of(self, kv_cache: list[Tensor]) -> str:
-        """The layer whose cache this is; KeyError where it is no layer's."""
+        """The layer whose cache this is; a KeyError, NoLayersCache, where it is no layer's."""
         name = self._by_address.get(kv_cache[0].data_ptr()) if kv_cache else None
         if name is None:
-            raise KeyError(
+            raise NoLayersCache(
                 "layer_name: none given, and the cache is no layer's of this forward context; give a name, or run a "
                 "compiled model over the caches that it was compiled with"
             )

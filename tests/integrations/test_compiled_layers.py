@@ -129,6 +129,14 @@ def test_layers_that_share_a_cache_are_refused():
         compile_layers(engine.model, shared, backend="eager")
 
 
+def test_a_backend_that_copies_caches_is_refused_and_the_model_runs_as_it_did():
+    model = decoder("llama")
+    caches = paged_caches(model, select_for_model(model, backend="reference").create("cpu"), num_blocks=4)
+    with pytest.raises(ValueError, match=r"layer model.layers.0: \w+ cannot be compiled: .* copy of the cache"):
+        compile_layers(model, caches, backend="aot_eager")
+    assert not caches._compiled
+
+
 def test_a_layer_that_cannot_be_compiled_is_named_with_the_reason():
     model = decoder("llama")
     engine = Engine(model, **POOL)

@@ -29,6 +29,7 @@ from attncore.integrations.transformers.forward_pass import (
     running_over,
 )
 from attncore.integrations.transformers.fused_projections import Product, fuse_projections, products_in
+from attncore.ops.forward_context import NoLayersCache
 
 _EXPLAINS = ("Explanation:", "Developer debug context:")
 
@@ -139,6 +140,11 @@ class _Compiled:
             return self._forward(*args, **kwargs)
         except TorchDynamoException as error:
             raise ValueError(f"{self._what}: {_reason(error)}") from error
+        except NoLayersCache as error:
+            raise ValueError(
+                f"{self._what}: its attention is given a copy of the cache, by which layers are told apart; take a "
+                "backend of torch.compile that writes it in place, such as inductor"
+            ) from error
         finally:
             for attributes, _ in self._modules:
                 attributes.pop(CACHE, None)
