@@ -295,6 +295,13 @@ class BatchCore:
         """Tokens of a request that steps ahead count as computed and ``stop`` may take back."""
         return 0 if self.ahead is None else max(self.ahead.left, 0)
 
+    def places(self, rows: Any) -> npt.NDArray[np.intp]:
+        """The places of the requests in ``rows``, an index or a slice, to index arrays by place with.
+
+        Of the dtype of indices: NumPy casts another one in a buffer, and crashes where it gets no memory for that.
+        """
+        return self.lengths[codes.PLACE, rows].astype(np.intp)
+
     def came_later(self, places: Any, metadata: Any) -> Any:
         """bool: of each of ``places``, whether its request was added since the step was built, perhaps by the name of
         one that ran in it.

@@ -101,9 +101,9 @@ class Column(Uncopied):
         """The places of a step's requests that have not left, and which rows of the step these are."""
         core, req_ids = self._core, metadata.req_ids
         if self._has_rows_of(metadata):
-            return core.lengths[codes.PLACE, : len(req_ids)], slice(None)
+            return core.places(slice(len(req_ids))), slice(None)
         rows = np.array([core.order.row_of.get(req_id, -1) for req_id in req_ids], np.intp)
-        places = core.lengths[codes.PLACE, rows]
+        places = core.places(rows)
         # A request of the same name that came later is another one.
         kept = np.flatnonzero((rows >= 0) & ~core.came_later(places, metadata))
         return places[kept], kept

@@ -49,8 +49,8 @@ class Spans:
             return False
         core = self._core
         core.settle()  # what an interrupted call has counted as computed is not
-        lengths = core.lengths[:, : len(core.order.req_ids)]
-        return bool((self._last[lengths[codes.PLACE]] > lengths[codes.COMPUTED]).any())
+        rows = slice(len(core.order.req_ids))
+        return bool((self._last[core.places(rows)] > core.lengths[codes.COMPUTED, rows]).any())
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class Spans:
         if self._of:
             contexts = own_array(metadata.host, "context_lens")[:num_reqs]
             stops = contexts + own_array(metadata.host, "query_lens")[:num_reqs]
-            left = np.flatnonzero(self._last[self._core.lengths[codes.PLACE, :num_reqs]] > contexts).tolist()
+            left = np.flatnonzero(self._last[self._core.places(slice(num_reqs))] > contexts).tolist()
             rows = [row for row in left if self._in_step(metadata, row, int(contexts[row]), int(stops[row]), trees)]
         if rows and bucket is not None and not of_tokens:
             raise ValueError(

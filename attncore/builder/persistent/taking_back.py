@@ -78,7 +78,7 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
     n, order = metadata.num_actual_reqs, assembly.core.order
     computed = assembly.core.lengths[codes.COMPUTED, :n]
     after = _first_positions(metadata) + metadata.host.query_lens[:n] + num_steps - 1
-    came_later = assembly.core.came_later(assembly.core.lengths[codes.PLACE, :n], metadata)
+    came_later = assembly.core.came_later(assembly.core.places(slice(n)), metadata)
     for row, req_id in enumerate(metadata.req_ids):
         known = row < len(order) and order.req_ids[row] is req_id and not came_later[row]
         if not known or computed[row] != after[row]:

@@ -57,3 +57,19 @@ def test_an_array_of_the_host_is_no_array_of_objects(start):
     assert metadata.host.seq_lens[0]  # first: what the first access imports
     without_memory(start, start + 1, getattr, metadata.host, "positions")
     assert metadata.host.positions.dtype == np.int64
+
+
+@pytest.mark.parametrize("start", range(60))
+def test_spans_and_token_columns_survive_it(start):
+    """NumPy crashes where it finds no memory to cast an index in: places are indices already."""
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, spans=True, kernels="cython")
+    tokens = batch.token_column("ids", unknown=-1, width=16)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=32)
+    builder.register_column(tokens)
+    for name in "abc":
+        batch.add_request(name, [1, 2, 3, 4], 1)
+        batch.set_spans(name, [(2, 4), (5, 9)])
+    builder.build(query_len=3)
+    without_memory(start, start + 1, tokens.leave, builder.last_metadata)
+    without_memory(start, start + 1, builder.build, query_len=5)
+    assert [batch.num_computed_tokens(name) for name in "abc"] == [4 + 5 * builder.last_step] * 3
