@@ -300,7 +300,8 @@ class BatchCore:
 
         Of the dtype of indices: NumPy casts another one in a buffer, and crashes where it gets no memory for that.
         """
-        return self.lengths[codes.PLACE, rows].astype(np.intp)
+        places: npt.NDArray[np.intp] = self.lengths[codes.PLACE, rows].astype(np.intp)
+        return places
 
     def came_later(self, places: Any, metadata: Any) -> Any:
         """bool: of each of ``places``, whether its request was added since the step was built, perhaps by the name of
