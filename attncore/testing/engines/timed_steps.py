@@ -89,7 +89,7 @@ class Timed:
             self.backend.plan(metadata)
 
     def forward(self) -> None:
-        """One layer's attention of each step; waits for the device. Of several steps each is planned again before."""
+        """One layer's attention of each step, each of several planned again before; waits for the device."""
         several = len(self.metadata) > 1
         for metadata, (query, key, value) in zip(self.metadata, self.tensors, strict=True):
             if several:
