@@ -238,10 +238,13 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
 
 def _heading(found: Run) -> str:
     config, passes = found.config, len(found.rows[0].median)
+    cache = config["kv_cache_dtype"]
+    kept = "" if cache in ("auto", config["dtype"]) else f", a cache of {cache}"
     return (
         f"{found.backend} ({found.versions['distribution']}) on {config['device']}: "
         f"{counted(config['num_heads'], 'query head')}, {counted(config['num_kv_heads'], 'key/value head')}, head "
-        f"size {config['head_size']}, {config['dtype']}, blocks of {config['block_size']}; {passes} passes, one thread"
+        f"size {config['head_size']}, {config['dtype']}{kept}, blocks of {config['block_size']}; {passes} passes, "
+        "one thread"
     )
 
 

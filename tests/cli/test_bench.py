@@ -45,14 +45,14 @@ def measured(monkeypatch):
             {"cpu": "c", "family": "", "model": "", "cores": "2"},
             f"2026-11-22T00:00:{next(times):02}.000Z",
             {"python": "3.11.7", "distribution": question.version},
-            {**config, "block_size": 16},
+            {**config, "block_size": 16, "kv_cache_dtype": measure.cache},
             "",
             rows,
             {"prefill of 256": "its spec declares no phase prefill"},
         )
 
     monkeypatch.setattr(runs, "measure", measure)
-    measure.factors, measure.asked = factors, asked
+    measure.factors, measure.asked, measure.cache = factors, asked, "auto"
     return measure
 
 
@@ -80,6 +80,12 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     for _ in range(2):
         main(["bench", "reference"])
     assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
+
+
+def test_the_heading_says_of_what_a_cache_is_where_it_is_not_of_the_keys_dtype(measured, capsys):
+    measured.cache = "fp8_e4m3"
+    assert main(["bench", "reference"]) == 0
+    assert " head size 64, float32, a cache of fp8_e4m3, blocks of 16; " in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_run_that_is_too_short_is_neither_compared_nor_saved(measured, capsys, state):
