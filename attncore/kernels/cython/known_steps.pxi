@@ -6,7 +6,7 @@ from cpython.dict cimport PyDict_Copy, PyDict_SetItem
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject
     object PyType_GenericAlloc(PyTypeObject*, Py_ssize_t)
-    int PyObject_GenericSetDict(object, object, void*) except -1
+    int PyObject_GenericSetAttr(object, object, object) except -1
 
 cdef enum:
     NUM_TENSORS = 4
@@ -198,7 +198,8 @@ cdef class KnownSteps:
                 PyDict_SetItem(values, COUNT_NAMES[i], counts[i])
         values["step"], values["builder"], values["_arrays"] = step, builder, known.host[index]
         made = PyType_GenericAlloc(<PyTypeObject*> self.metadata_type, 0)
-        PyObject_GenericSetDict(made, values, NULL)
+        # As Python does it. PyObject_GenericSetDict leaves attributes that lie in the object in force (CPython 3.13.0).
+        PyObject_GenericSetAttr(made, "__dict__", values)
         if quick:
             values["_rows"] = rows
             self.owner.last_step = step
