@@ -91,8 +91,12 @@ class CopyTransport:
             self._keeper.atexit = False
         self._readers = Readers(self.device, len(ring.memory))
         self.unsent = ring.unsent
-        """The fields that steps are sent without, until one is asked for."""
+        """The fields that the last step was sent without. One that was asked for is among them until a step has come
+        with it: until then its place holds no numbers of the last step, whose readers have it copied.
+        """
         self._asked: frozenset[str] = frozenset()
+        self._unasked = ring.unsent
+        """What ``unsent`` is once a step was sent with all that is asked for."""
         self._asked_spans: dict[Capacity, list[tuple[int, int]]] = {}
         self._receipt = torch.full((RECEIPT_WORDS,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
         self._receipt[RECEIPT_AHEAD:] = 0
@@ -276,10 +280,11 @@ class CopyTransport:
     def send_with(self, name: str, step: int, padded: bool) -> bool:
         """Sends every later step with a field of ``unsent``; whether its place on the device is that of ``step``, too.
 
-        The field of the last step, which was sent without it, is sent now; while a stream is capturing it comes with
-        the next step. An older step's is not sent, for the place is the last one's by now; a ``padded`` one's is the
-        place that its graph reads nevertheless. AttncoreError for a field that steps ahead have moved on: what it holds
-        is not known by then.
+        The field of the last step, which was sent without it, is sent now; while a stream is capturing, and of a step
+        that is being built, it comes with the next step. An older step's is not sent, for the place is the last one's
+        by now; a ``padded`` one's is the place that its graph reads nevertheless, and holds what the last step has
+        where that is of the size. AttncoreError for a field that steps ahead have moved on: what it holds is not known
+        by then.
         """
         last, shape = self._sender.last, self._sender.last_shape
         if self._is_ahead(step):
@@ -289,34 +294,38 @@ class CopyTransport:
                     f"metadata: {name} was not sent with step {step}, and the device is steps ahead of it; read it "
                     "before they are replayed, such as in the warm-up of the graph, or declare it (device_needs)"
                 )
-        if step == last <= self.sent and not self.is_capturing():
-            memory = self._ring.memory[step % self._ring.depth]
+        if step <= self.sent and step != last and not padded:
+            return False
+        self._ask({name})
+        if step <= last <= self.sent and not self.is_capturing():
+            memory = self._ring.memory[last % self._ring.depth]
             for start, stop in self._ring.spans(shape.capacity, (name,)):  # of a copy: no event says when this was read
                 self._issue(self._arena[start:stop].copy_, torch.from_numpy(memory[start:stop].copy()))
             if name == "seq_start_loc" and self._sender.ahead and self._start is not None:
                 self._issue(self._keep_start, shape.capacity)  # what was kept had not been sent; nothing was replayed
-        elif step <= self.sent and step != last and not padded:
-            return False
-        self._send_with({name})
+            self.unsent -= {name}  # last: an interrupted call begins anew
         return True
 
     def send_with_all(self) -> None:
         """Sends every later step with all fields."""
-        self._send_with(self.unsent)
+        self._ask(self.unsent)
 
-    def _send_with(self, names: Collection[str]) -> None:
+    def _ask(self, names: Collection[str]) -> None:
+        """Sends every later step with ``names``. The last one was not sent with them."""
         self._asked_spans = {}
         self._asked |= frozenset(names)
         self._sender.alone = not self._asked
-        self.unsent = self._ring.unsent - self._asked
+        self._unasked = self._ring.unsent - self._asked
 
     def _send_asked(self, step: int, capacity: Capacity) -> None:
         """Sends the fields of a step that were asked for, and that no backend declares, in copies of their own."""
+        self._issued = step  # first: an interrupted call may have sent some
         spans = self._asked_spans.get(capacity)
         if spans is None:
             spans = self._asked_spans[capacity] = self._ring.spans(capacity, self._asked)
         for start, stop in spans:
             self._issue(self._copy, step % self._ring.depth, start, stop)
+        self.unsent = self._unasked
 
     def send_surplus(self, num_rows: int) -> None:
         """Brings the tables up to date with the entries of ``num_rows`` rows for which the journal has no room."""

@@ -233,7 +233,7 @@ class GraphTransport(CopyTransport):
             self._sender.withdraw(step)  # last: where an interrupt comes before it, all of this is done again
 
     def _may_have_arrived(self, step: int) -> bool:
-        return bool(self._sender.published == step)
+        return bool(self._sender.published == step) or super()._may_have_arrived(step)  # fields sent beside its nodes
 
     def check_ready(self) -> None:
         """Also raises CaptureError where the last step still waits for its replay."""

@@ -53,3 +53,33 @@ def test_the_device_reads_the_step_behind_one_whose_taking_back_was_interrupted(
         else:
             pytest.fail("no roll-back came to its end")
     assert count > 20
+
+
+def test_the_step_before_is_lost_where_a_field_beside_the_nodes_was_sent(monkeypatch):
+    """No node has run, but the place of the field on the device has the number of the step that was not built."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3] / "benchmarks"), *sys.path])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    from gpu_work import Backend
+    from nodes_on_host import nodes_on_host
+
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    with nodes_on_host(lambda call, name: call):
+        builder = MetadataBuilder(
+            batch, Backend("cpu", 4, needs=("seq_lens",)), max_num_batched_tokens=8, transport="graph"
+        )
+        batch.add_request("a", list(range(1, 17)), 3)
+        _ = builder.build().query_lens  # no backend declares it: from now on it is sent with each step
+        last, copy = builder.build(), builder._assembly.side._copy
+        assert builder.last_metadata is last
+
+        def interrupted(*args):
+            copy(*args)
+            raise Interrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(builder._assembly.side, "_copy", interrupted)
+            with pytest.raises(Interrupt):
+                builder.build({"a": 5})
+        assert (builder.last_step, builder.last_metadata) == (1, None)
+        metadata = builder.build({"a": 2})
+        assert (metadata.step, metadata.query_lens.tolist(), builder.last_metadata) == (2, [2], metadata)

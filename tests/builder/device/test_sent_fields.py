@@ -233,6 +233,56 @@ def test_a_captured_size_asked_for_behind_another_has_its_fixed_place(sides):
     assert kept.tolist() == metadata.host.query_lens.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("where", ["fill", "plan"])
+@pytest.mark.parametrize("name", sorted({*ASKED} - {"seq_lens"}))
+def test_a_build_that_is_refused_once_it_has_asked_leaves_the_last_step_its_fields(kernels, name, where):
+    """The step that was to be sent with the field is not: the last one's is copied where it is asked for."""
+    refuses = []
+
+    class Planning(Backend):
+        def plan(self, metadata):
+            look(metadata, "plan")
+
+    def look(metadata, place):
+        if place in refuses:
+            _ = getattr(metadata, name)
+            raise KeyError(place)
+
+    builder = builder_of(Planning(backend("seq_lens").config), kernels)
+    builder.register_field("own", np.int32, "request", lambda metadata, out: look(metadata, "fill"))
+    builder.build({"b": 3})
+    last = builder.build({"a": 2})
+    refuses.append(where)
+    with pytest.raises(KeyError):
+        builder.build({"a": 4})
+    refuses.clear()
+    assert builder.last_metadata is last
+    assert getattr(last, name).tolist() == getattr(last.host, name).tolist()
+    following = builder.build({"a": 3, "b": 2})
+    assert getattr(following, name).tolist() == getattr(following.host, name).tolist()
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_captured_size_asked_for_behind_a_step_leaves_that_its_fields(sides, padded, capturing):
+    """An engine reads them of what it captures over, or has, and the step that is there was sent without them."""
+    builder = builder_of(backend("block_table"))
+    side = sides[0]
+    side.send_with_all = lambda: None  # as on a device, where no stand-in reads the host's arrays
+    builder.capture(2)
+    older = builder.build(bucket=2)
+    last = builder.build({"b": 0}, bucket=2) if padded else builder.build({"a": 3})
+    side.is_capturing = lambda: capturing
+    kept = older.query_lens
+    side.is_capturing = lambda: False
+    side.run(side.issued)
+    if padded and not capturing:  # every later step of the size is where its graph reads
+        assert kept.tolist() == last.host.query_lens.tolist()
+    found = last.query_lens
+    side.run(side.issued)
+    assert found.tolist() == last.host.query_lens.tolist() == ([1, 0] if padded else [1, 3])
+
+
 def test_a_stand_in_graph_reads_all_host_fields():
     builder = builder_of(backend("block_table"))
     captured = builder.capture(2)
