@@ -150,6 +150,7 @@ class BeforeNext(Before):
         self.table, self.rows = own.block_table, step.table.rows
         self.table_rows = self.table[self.rows]
         self.pages = getattr(own, "paged_kv_indices", None)
+        self.kept = vars(metadata).get("_kept")  # the plan of the step, which lives as long
 
     def restore(self, metadata: Any) -> dict[str, Any]:
         held: dict[str, Any] = object.__getattribute__(metadata, "__dict__")
@@ -162,4 +163,6 @@ class BeforeNext(Before):
             set_own_array(host, "paged_kv_indices", self.pages)
         held.update(self.attributes)
         _update_views(held, table_changed=True)
+        if self.kept is not None:
+            held["_kept"] = self.kept
         return held

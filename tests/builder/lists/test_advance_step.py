@@ -175,6 +175,7 @@ def test_a_backends_name_for_it():
 class Planning(ReferenceBackend):
     def plan(self, metadata):
         self.planned.append(metadata.host.seq_lens.tolist())
+        metadata.kept["planned"] = self.planned[-1]
         if len(self.planned) == self.fails_at:
             raise RuntimeError("no workspace")
 
@@ -188,10 +189,12 @@ def test_a_plan_is_made_anew_and_undone_where_it_fails(layout, window):
     metadata = builder.build(decodes(rows))
     metadata.advance_step()
     metadata.advance_step()
-    before, tokens = copy.deepcopy(fields(metadata)), torch.full((2,), 9)
+    before, tokens, kept = copy.deepcopy(fields(metadata)), torch.full((2,), 9), metadata.kept
     with pytest.raises(RuntimeError, match="no workspace"):
         metadata.advance_step(tokens, torch.tensor([1, 2]))  # a third block for the first row
     assert (fields(metadata), metadata.advanced, tokens.tolist()) == (before, 2, [9, 9])
+    assert metadata.kept is kept  # the plan of the step, which its layers still run by
+    assert kept == {"planned": before["seq_lens"]}
     metadata.advance_step()
     fresh = builder.build(decodes([(context + 3, table) for context, table in rows]))
     assert fields(metadata) == fields(fresh)

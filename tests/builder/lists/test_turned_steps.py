@@ -134,6 +134,7 @@ def test_a_turn_is_planned_once_and_undone_where_the_plan_fails(layout):
     with pytest.raises(RuntimeError, match="no workspace"):
         advance_step(metadata, tokens, torch.tensor([1, 2]), **TURN)
     assert (fields(metadata), metadata.advanced, tokens.tolist()) == (before, 0, [9, 9])
+    assert metadata.kept == {"planned": [4, 3]}
     advance_step(metadata, tokens, torch.tensor([1, 2]), **TURN)
     assert one.planned == [[4, 3], [5, 4], [5, 4]]
     assert tokens.tolist() == [1, 2]
