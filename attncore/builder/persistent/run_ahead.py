@@ -59,13 +59,15 @@ class RunsAhead:
             assembly.refuse_closed()
             side = _check_can_run_ahead(assembly, shape)
             given = _given(scheduled)
+            # All of it ahead of the build: that sends its step, which takes the place of the last one on the device.
             _check_rows(assembly, given, num_steps)
+            rows = np.flatnonzero(assembly.query_lens[: len(core.order)])
+            _check_sum(core, shape, rows, num_steps)
+            if core.spans is not None:
+                core.spans.check_ahead(rows.tolist(), num_steps)
             if self._overlap is not None:
                 self._overlap.overlapped = False
             metadata = assembly.build(shape, given, 1, not given)
-            _check_sum(metadata, num_steps)
-            if core.spans is not None:
-                core.spans.check_ahead(metadata, num_steps)
             computed = core.lengths[codes.COMPUTED, : metadata.num_actual_reqs]
             core.undo.append((setattr, core, "ahead", core.ahead))
             core.undo.append((setattr, assembly, "ahead", assembly.ahead))
@@ -145,10 +147,13 @@ def _check_rows(assembly: Assembly, given: Mapping[Any, int], num_steps: int) ->
         )
 
 
-def _check_sum(metadata: Any, num_steps: int) -> None:
-    """ValueError where the lengths of the last step, those of padded rows included, do not fit int32 together."""
-    total = int(metadata.host.seq_start_loc[-1]) + (num_steps - 1) * metadata.num_actual_reqs
-    if total > INT32_MAX:
+def _check_sum(core: Any, shape: Any, rows: Any, num_steps: int) -> None:
+    """ValueError where the lengths of the last step of ``rows``, those of padded rows included, do not fit int32
+    together.
+    """
+    padded = max(shape.num_reqs - len(rows), 0)  # fewer than none: the build says that the size holds no such step
+    total = int(core.lengths[codes.COMPUTED, rows].sum(dtype=np.int64)) + num_steps * len(rows)
+    if total + padded * shape.pad_seq_len > INT32_MAX:
         raise ValueError(
             f"num_steps: {num_steps}, but then the sum of lengths does not fit int32; run fewer steps or requests"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,15 +122,15 @@ class Spans:
             )
         return True
 
-    def check_ahead(self, metadata: StepMetadata, num_steps: int) -> None:
-        """ValueError where a request reaches a span of its own within ``num_steps`` steps of one token."""
-        contexts = metadata.host.context_lens[: len(metadata.req_ids)]
-        for row, (req_id, first) in enumerate(zip(metadata.req_ids, contexts.tolist(), strict=True)):
+    def check_ahead(self, rows: Iterable[int], num_steps: int) -> None:
+        """ValueError where the request of one of ``rows`` reaches a span of its own within so many steps of a token."""
+        for row in rows:
+            first, req_id = self._core.num_computed(row), self._core.order.req_ids[row]
             for start, stop in self.of_row(row).tolist():
                 if start < first + num_steps and stop > first:
                     raise ValueError(
-                        f"run_ahead: request {quoted(req_id)} reaches its span [{start}, {stop}) within "
-                        f"{counted(num_steps, 'step')}; a span runs in one step, which build() makes"
+                        f"run_ahead: request {quoted(req_id)} reaches its span [{start}, {stop}) "
+                        f"within {counted(num_steps, 'step')}; a span runs in one step, which build() makes"
                     )
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from builder.device.ahead_engine import Calls
 from builder.device.arena_batches import CONFIG, Backend
+from builder.plain_backend import config
 from interrupted_calls import AtOpcode
 
+from attncore import ATTNCORE_API, BackendSpec, MultipleOf
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import AttncoreError, CaptureError
 
@@ -53,6 +55,33 @@ def test_a_refused_call_changes_nothing(kernels, arguments, error, text):
     assert state_of(batch, builder) == before
     assert builder.steps_ahead is None
     builder.run_ahead(1, bucket=3).replay(calls)
+
+
+@pytest.mark.parametrize("reason", ["span", "sum"])
+def test_what_no_step_of_one_token_shows_is_refused_before_one_is_sent(kernels, reason):
+    """The last step is on the device still, and its layers can run."""
+    spec = BackendSpec(
+        name="late", api=ATTNCORE_API, factory="nowhere:Backend", devices={"any": 1}, dtypes={"float32"},
+        head_sizes={8}, block_sizes=MultipleOf(1), cuda_graph="always", pad_seq_len=1,
+        features={"bidirectional_spans"},
+    )  # fmt: skip
+    size, longest = (4, 32) if reason == "span" else (2**28, 2**30)
+    batch = InputBatch(max_num_reqs=4, max_model_len=longest, block_size=size, spans=True, kernels=kernels)
+    builder = MetadataBuilder(batch, Backend(config(spec, size)), max_num_batched_tokens=8, transport="copy")
+    builder.capture(4)
+    for index, name in enumerate("ab"):
+        batch.add_request(name, [8 * index + block for block in range(1, 1 + longest // size)], longest - 20)
+    said = "^num_steps: 17, but then the sum of lengths does not fit int32"  # with that of the two padded rows
+    if reason == "span":
+        batch.set_spans("b", [(28, 31)])
+        said = r"^run_ahead: request 'b' reaches its span \[28, 31\) within 17 steps"
+    last, names = builder.build(query_len=2), ("seq_lens", "positions", "slot_mapping")
+    with pytest.raises(ValueError, match=said):
+        builder.run_ahead(17, bucket=4)
+    assert builder.last_metadata is last
+    assert [getattr(last, name).tolist() for name in names] == [getattr(last.host, name).tolist() for name in names]
+    assert last.positions.tolist() == [*range(longest - 20, longest - 18)] * 2
+    assert len(builder.run_ahead(14, bucket=4)) == 14
 
 
 @pytest.mark.parametrize("replayed", [0, 1])
