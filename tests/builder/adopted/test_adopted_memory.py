@@ -166,7 +166,7 @@ def test_an_interrupted_page_buffer_is_made_by_the_next_call(steps):
     """An interrupt between any two opcodes of it leaves none, or all of it."""
     fields = steps._fields
     code, before = type(fields).page_buffer.fget.__code__, sys.gettrace()
-    for opcode in range(200):
+    for opcode in (200, *range(200)):  # from Python 3.12 on the opcodes of a first call may not be traced
         fields._pages = fields._page_buffer = None
         left = opcode
 
@@ -187,7 +187,8 @@ def test_an_interrupted_page_buffer_is_made_by_the_next_call(steps):
         except KeyboardInterrupt:
             assert fields.page_buffer is not None
         else:
-            break
+            if opcode < 200:
+                break
         finally:
             sys.settrace(before)
     assert 10 < opcode < 199
