@@ -53,10 +53,10 @@ HYBRIDS = {
 """Each has a recurrent layer and one of attention; FalconH1 has both in each of its layers."""
 
 
-def hybrid(name, device="cpu"):
+def hybrid(name, device="cpu", **more):
     """The model, whose weights are large enough that its states matter for what it says."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SHAPE, **HYBRIDS[name])
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **HYBRIDS[name], **more)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

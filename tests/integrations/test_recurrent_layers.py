@@ -68,10 +68,42 @@ def test_every_request_says_what_it_says_alone(name):
     assert (len(engine.batch), engine.pool.num_free, len(engine.sampled.free)) == (0, 9, 4)
 
 
-@pytest.mark.parametrize("transport", ["none", "copy", "graph"])
-def test_decodes_run_in_graphs(transport, monkeypatch):
-    """Stand-ins for graphs over padded steps, and steps ahead where the device makes them."""
+NORMS = {"left out": {"mamba_norm_before_gate": False}, "broadcast": {"mamba_norm_before_gate": True}}
+"""Falcon-H1's norm gives (rows, size) for one token of each row; where the gate follows, that times (rows, 1, size)."""
+
+
+@pytest.mark.parametrize("axis", NORMS)
+def test_decodes_of_code_that_drops_an_axis_say_what_they_say_alone(axis):
+    model = hybrid("FalconH1", mamba_rms_norm=True, **NORMS[axis])
+    expected = [greedy(model, prompt, 12) for prompt in prompts()]
+    engine = Engine(model, **FEW)
+    at_once = [slots.batches_decodes for slots in engine.caches.states._slots.values()]
+    assert at_once == [axis == "left out"] * 2
+    dirty(engine)
+    assert run(engine, prompts(), 12) == expected
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_other_decodes_run_at_once(name):
+    model = hybrid(name)
+    slots = paged_caches(model, select_for_model(model).create(), num_blocks=2, num_slots=2).states._slots.values()
+    assert all(one.batches_decodes for one in slots)
+
+
+def test_code_that_gives_something_else_is_refused():
     model = hybrid("Bamba")
+    (layer,) = recurrent_layers(model).values()
+    forward = layer.forward
+    layer.forward = lambda hidden_states, cache_params, **more: forward(hidden_states, cache_params, **more)[..., :1]
+    with pytest.raises(ValueError, match=r"gives \(1, 1, 1\) for 1 token of 32 numbers"):
+        paged_caches(model, select_for_model(model).create(), num_blocks=2, num_slots=2)
+
+
+@pytest.mark.parametrize("kind", [{}, {"name": "FalconH1", "mamba_rms_norm": True}])
+@pytest.mark.parametrize("transport", ["none", "copy", "graph"])
+def test_decodes_run_in_graphs(transport, kind, monkeypatch):
+    """Stand-ins for graphs over padded steps, and steps ahead where the device makes them."""
+    model = hybrid(**{"name": "Bamba", **kind})
     expected = [greedy(model, prompt, 12) for prompt in prompts()]
     with graphs_on_cpu("auto" if transport == "none" else transport, monkeypatch) as options:
         engine = Engine(model, **{**FEW, "num_blocks": 40}, **options)

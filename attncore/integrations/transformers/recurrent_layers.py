@@ -4,7 +4,9 @@ A layer of transformers that keeps a state (Mamba, Mamba-2, gated delta nets) ta
 rows of a batch, and a cache with the states of these rows. A step of attncore is one row with the tokens of all
 requests. In a forward pass over paged caches a layer therefore runs as often as there are prefills, each over the
 tokens of one, and once more over all decodes as rows of one token; its cache is the slots of these requests. A layer
-whose code begins anew wherever it is given more than one token (Mamba) takes later chunks of a prompt token by token.
+whose code begins anew wherever it is given more than one token (Mamba) takes later chunks of a prompt token by token,
+and one whose code runs several rows otherwise than each alone (Falcon-H1 with a norm of its own) takes the decodes one
+by one.
 """
 
 from __future__ import annotations
@@ -69,6 +71,18 @@ def _forward_of(module: Any) -> Callable[..., Any]:
     return forward.original if isinstance(forward, _ByRequest) else forward
 
 
+def _as_rows(said: Tensor, count: int, size: int) -> Tensor:
+    """What a layer's code says of ``count`` tokens, as (count, size): some leaves out the axis of the tokens where a
+    row has one. ValueError where it says something else.
+    """
+    if said.numel() != count * size or said.shape[-1] != size:
+        raise ValueError(
+            f"model: a recurrent layer gives {tuple(said.shape)} for {counted(count, 'token')} of {size} numbers, so "
+            "that attncore cannot run it"
+        )
+    return said.reshape(count, size)
+
+
 class _Layer(Cache):
     """A cache with the states of some rows of one layer, as that layer's code knows caches."""
 
@@ -98,6 +112,8 @@ class _Slots:
     def __init__(self, seen: Any, num_slots: int) -> None:
         self.continues_prompts = False
         """Whether the layer's code runs a later chunk of a prompt at once; False: it does so token by token."""
+        self.batches_decodes = False
+        """Whether the layer's code runs the decodes of several requests at once; False: it does so one by one."""
         self._number, self._kernel_size = seen.number_of_states, dict(seen.conv_kernel_size)
         self.kinds: dict[str, dict[int, Tensor]] = {
             kind: {
@@ -110,17 +126,27 @@ class _Slots:
 
     def find_out(self, forward: Callable[..., Tensor], size: int, like: Tensor) -> None:
         """Sees whether the layer's code continues a state with several tokens, which Mamba's does with one alone: two
-        tokens say the same then, whatever the state.
+        tokens say the same then, whatever the state. And whether it says of two rows what it says of each alone.
         """
         tokens = torch.linspace(-1, 1, 2 * size, dtype=like.dtype, device=like.device).view(1, 2, size)
-        said = []
-        for value in (0, 1):
-            cache = self.cache(lambda state: torch.zeros_like(state[:1]), True)
-            for held in cache.layers.layer.recurrent_states.values():
-                if held is not None:
-                    held.fill_(value)
-            said.append(forward(tokens, **{_cache_of(forward): cache}))
+        said = [self._said(forward, tokens, value) for value in (0, 1)]
         self.continues_prompts = not torch.equal(*said)
+        rows = tokens.transpose(0, 1)
+        alone = torch.cat([_as_rows(self._said(forward, rows[row : row + 1], row), 1, size) for row in (0, 1)]).float()
+        try:
+            together = _as_rows(self._said(forward, rows, 0, 1), 2, size).float()
+        except (RuntimeError, ValueError):  # of shapes that do not go together
+            return
+        largest = float(alone.abs().max())  # far more than rounding, and far less than the state of another request
+        self.batches_decodes = torch.allclose(together, alone, rtol=0.05, atol=0.05 * largest)
+
+    def _said(self, forward: Callable[..., Tensor], tokens: Tensor, *values: int) -> Tensor:
+        """What the layer's code says of rows of tokens behind recurrent states that are full of ``values``."""
+        cache = self.cache(lambda state: state.new_zeros((len(values), *state.shape[1:])), True)
+        for held in filter(torch.is_tensor, cache.layers.layer.recurrent_states.values()):
+            for row, value in enumerate(values):
+                held[row] = value
+        return forward(tokens, **{_cache_of(forward): cache})
 
     @property
     def nbytes(self) -> int:
@@ -264,28 +290,29 @@ class _Step:
             raise ValueError(
                 f"input_ids: {counted(tokens.shape[1], 'token')} found; the step has {self._num_tokens}: give each"
             )
-        parts, self.has_run, argument = [], True, _cache_of(forward)
-        if self._num_decodes:
-            cache = slots.cache(self._of_decodes, True)
-            rows = tokens[0, : self._num_decodes, None]
-            parts.append(forward(rows, **asked, **{argument: cache})[:, 0])
-            slots.write(self._decodes, cache)
+        parts, self.has_run, argument, width = [], True, _cache_of(forward), tokens.shape[2]
+        at_once = max(self._num_decodes if slots.batches_decodes else 1, 1)
+        for first in range(0, self._num_decodes, at_once):
+            some = slice(first, first + at_once)
+            cache = slots.cache(lambda state, some=some: self._of_decodes(state, some), True)  # type: ignore[misc]
+            rows = tokens[0, : self._num_decodes, None][some]
+            parts.append(_as_rows(forward(rows, **asked, **{argument: cache}), len(rows), width))
+            slots.write(self._decodes[some], cache)
         for start, stop, slot, continues in self._prefills:
             # A slice: the layer's code writes the state behind these tokens to the slot itself.
             cache = slots.cache(lambda state, slot=slot: state[slot : slot + 1], continues)  # type: ignore[misc]
             size = stop - start if slots.continues_prompts or not continues else 1
-            parts += [
-                forward(tokens[:, first : first + size], **asked, **{argument: cache})[0]
-                for first in range(start, stop, size)
-            ]
+            for first in range(start, stop, size):
+                chunk = tokens[:, first : min(first + size, stop)]
+                parts.append(_as_rows(forward(chunk, **asked, **{argument: cache}), chunk.shape[1], width))
         if (behind := tokens.shape[1] - self._num_tokens) or not parts:
             parts.append(tokens.new_zeros((behind, tokens.shape[2])))
         return torch.cat(parts)[None]
 
-    def _of_decodes(self, state: Tensor) -> Tensor:
-        """The states of the decodes; zeros for a request that begins, whose slot may hold anything."""
-        rows = state[self._decodes]
-        return torch.where(self._continues.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
+    def _of_decodes(self, state: Tensor, some: slice) -> Tensor:
+        """The states of some decodes; zeros for a request that begins, whose slot may hold anything."""
+        rows = state[self._decodes[some]]
+        return torch.where(self._continues[some].view(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
 
 _current = _Current()
