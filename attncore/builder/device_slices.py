@@ -39,10 +39,15 @@ class DeviceView(CommonAttentionMetadata):
                     return None
                 part = self._derived(name) if name in DERIVED else self._slice(name)
                 value = read_only(part) if isinstance(part, np.ndarray) else part
-                if is_on_device(step_of(self)):  # else it may be made of the last step's numbers: a plan has asked
+                if self._is_there(name):  # else it may be made of the last step's numbers: a plan has asked
                     self.__dict__[name] = value
                 return value
             return super().__getattr__(name)
+
+    def _is_there(self, name: str) -> bool:
+        """Whether the device has a field of the step: it was sent, and not without this one."""
+        step = step_of(self)
+        return is_on_device(step) and name not in getattr(getattr(step, "_side", None), "unsent", ())
 
     def _slice(self, name: str) -> Any:
         field, whole, host, rows = FIELDS[name], getattr(self._whole, name), self._whole.host, self._rows

@@ -91,6 +91,8 @@ class StepMetadata(Reused, CommonAttentionMetadata):
                 ):
                     return self._wrapped(name)  # not kept: the next step in this arena has it on the device
                 value = cut(self._device[name], name, self._arena, self._extra)
+                if side is not None and name in side.unsent:  # not kept: it comes with the next step
+                    return value
             elif name in self._extra:
                 value = self._wrapped(name)
             else:

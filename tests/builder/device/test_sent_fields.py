@@ -283,6 +283,21 @@ def test_a_captured_size_asked_for_behind_a_step_leaves_that_its_fields(sides, p
     assert found.tolist() == last.host.query_lens.tolist() == ([1, 0] if padded else [1, 3])
 
 
+def test_what_is_asked_for_inside_a_capture_is_copied_where_it_is_asked_for_behind_it(sides):
+    builder = builder_of(backend("block_table"))
+    metadata, side = builder.build({"a": 2}), sides[0]
+    views = metadata.decode_metadata, metadata.prefill_metadata
+    side.is_capturing = lambda: True
+    kept = [one.query_lens for one in (metadata, *views)]
+    side.is_capturing = lambda: False
+    found = [one.query_lens for one in (*views, metadata)]
+    side.run(side.issued)
+    assert [one.tolist() for one in found] == [[1], [2], [1, 2]]
+    builder.build({"a": 3})
+    side.run(side.issued)
+    assert kept[0].tolist() == [1, 3]  # where a graph reads it
+
+
 def test_a_stand_in_graph_reads_all_host_fields():
     builder = builder_of(backend("block_table"))
     captured = builder.capture(2)
