@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from attncore.cli.argument_types import backend_name, backend_names
 from attncore.cli.shells import SHELLS
@@ -19,6 +22,9 @@ from attncore.registry.plugins.discover import find
 FILES = ("CONFIG.json", "FILE", "TRACE")
 """The metavars of arguments that are completed by files' names; that of a folder is DIR."""
 
+OLDEST = "1.10"
+"""Of ``shtab``, as the extra ``completion`` says: some earlier ones do not know fish, or fail to write zsh's script."""
+
 Configure = Callable[[argparse.ArgumentParser], None]
 
 
@@ -29,6 +35,8 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
     except ImportError:
         text = f"--print-completion: shtab is not installed: {install_extra('completion')}"
         raise UsageError(text) from None
+    if _is_too_old(shtab):
+        raise UsageError(f"--print-completion: shtab {shtab.__version__} is too old: {install_extra('completion')}")
     supported = [name for name in SHELLS if name in shtab.SUPPORTED_SHELLS]
     if not shell:
         raise UsageError(f"--print-completion: none given; give one of {', '.join(supported)}")
@@ -50,3 +58,11 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
             elif action.metavar == "DIR":
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     return str(shtab.complete(root, shell))
+
+
+def _is_too_old(shtab: Any) -> bool:
+    """Whether an environment has a ``shtab`` from before the extra's bound; one that does not say is tried."""
+    try:
+        return Version(shtab.__version__) < Version(OLDEST)
+    except (AttributeError, TypeError, InvalidVersion):
+        return False

@@ -4,11 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from attncore.cli import COMMANDS, main
+from attncore.cli.completion import OLDEST
 from attncore.cli.shells import SHELLS
 from attncore.how_to_install import install_extra
 
@@ -90,3 +92,22 @@ def test_without_shtab_the_command_that_installs_it_is_said(capsys, monkeypatch)
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
     assert install_extra("completion") in capsys.readouterr().err
+
+
+def test_a_shtab_before_the_bound_is_refused(capsys, monkeypatch):
+    """1.7 to 1.9 know no fish, or raise KeyError at zsh's script."""
+    shtab = pytest.importorskip("shtab", reason="shtab (the extra completion) is not installed")
+    for version in ("1.7.0", "1.9.2"):
+        monkeypatch.setattr(shtab, "__version__", version)
+        for shell in SHELLS:
+            assert main(["--print-completion", shell]) == 2
+            said = f"--print-completion: shtab {version} is too old: {install_extra('completion')}\n"
+            assert capsys.readouterr() == ("", f"attncore: error: {said}")
+    monkeypatch.setattr(shtab, "__version__", "unknown")  # as of a checkout
+    assert main(["--print-completion", "zsh"]) == 0
+
+
+def test_the_bound_is_that_of_the_extra():
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert extras["completion"] == [f"shtab>={OLDEST}"]
