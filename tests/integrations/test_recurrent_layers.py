@@ -90,6 +90,18 @@ def test_other_decodes_run_at_once(name):
     assert all(one.batches_decodes for one in slots)
 
 
+def test_parameters_that_stay_in_float32_do_not_decide_a_layer_s_dtype():
+    """As transformers loads A_log of OLMo Hybrid, whatever dtype is asked for."""
+    model = hybrid("Qwen3Next").bfloat16()
+    (layer,) = recurrent_layers(model).values()
+    for name in ("dt_bias", "A_log"):
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).float()))
+    assert next(layer.parameters()).dtype is torch.float32
+    engine = Engine(model, **FEW)
+    dirty(engine)
+    assert [len(output) for output in run(engine, prompts(), 4)] == [4] * len(LENGTHS)
+
+
 def test_code_that_gives_something_else_is_refused():
     model = hybrid("Bamba")
     (layer,) = recurrent_layers(model).values()

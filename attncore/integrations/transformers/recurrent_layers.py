@@ -124,11 +124,11 @@ class _Slots:
             for kind in _KINDS
         }
 
-    def find_out(self, forward: Callable[..., Tensor], size: int, like: Tensor) -> None:
+    def find_out(self, forward: Callable[..., Tensor], size: int, **like: Any) -> None:
         """Sees whether the layer's code continues a state with several tokens, which Mamba's does with one alone: two
         tokens say the same then, whatever the state. And whether it says of two rows what it says of each alone.
         """
-        tokens = torch.linspace(-1, 1, 2 * size, dtype=like.dtype, device=like.device).view(1, 2, size)
+        tokens = torch.linspace(-1, 1, 2 * size, **like).view(1, 2, size)
         said = [self._said(forward, tokens, value) for value in (0, 1)]
         self.continues_prompts = not torch.equal(*said)
         rows = tokens.transpose(0, 1)
@@ -193,7 +193,9 @@ class StateCaches:
         with torch.no_grad():
             for module, slots in self._slots.items():
                 size = model.config.get_text_config().hidden_size
-                slots.find_out(_forward_of(module), size, next(module.parameters()))
+                # A parameter of the layer's own may have another dtype than what goes through the model (A_log).
+                like = {"dtype": model.dtype, "device": next(module.parameters()).device}
+                slots.find_out(_forward_of(module), size, **like)
         for module in layers.values():
             module.forward = _ByRequest(module, _forward_of(module))
 
