@@ -3,6 +3,7 @@
 import pickle
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,32 @@ def test_without_triton_there_is_torch():
     assert "triton is not installed" in over(choice)["triton"]
     text = refused("gfx1100", packages, logits_soft_cap=30.0)
     assert "torch's scaled_dot_product_attention has none" in text
-    assert select("gfx1100", {**packages, "pytorch-triton-rocm": "3.5.1"}).variant == "triton"
+    assert select("gfx1100", {**packages, "pytorch-triton-rocm": "3.6.0"}).variant == "triton"
     assert "torch is not installed" in refused("gfx1100", {"torch": ""})
+
+
+@pytest.mark.parametrize("name", ["triton", "pytorch-triton-rocm", "triton-rocm"])
+@pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.5.1+rocm7.1", "3.5.1.post1"])
+def test_the_kernels_are_not_taken_with_a_triton_that_fails_to_compile_some(name, version):
+    packages = {"triton": "", name: version}
+    choice = select("gfx942", packages)
+    assert choice.variant == "sdpa"
+    said = f"{name} {version} is installed; attn-rocm's kernels need triton>=3.6; take a torch that brings triton>=3.6"
+    assert over(choice)["triton"].startswith(said)
+    assert "; install triton" in refused("sm_90", packages)
+    assert select("gfx942", {**packages, "amd-aiter": "0.1.9"}).variant == "aiter"  # which has kernels of its own
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.0", "4.0.0", "3.9.0a0+git1", "unknown"])
+def test_the_kernels_are_taken_with_a_later_triton(version):
+    assert select("gfx942", {"triton": version}).variant == "triton"
+
+
+def test_the_packages_bound_of_triton_is_the_specs():
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        bound = f"triton>={'.'.join(map(str, spec.OLDEST_TRITON))}"
+        assert bound in tomllib.load(file)["project"]["dependencies"]
+    assert f"attn-rocm needs {bound}" in over(select("gfx942", {"triton": ""}))["triton"]
 
 
 def test_a_kernel_that_is_asked_for():

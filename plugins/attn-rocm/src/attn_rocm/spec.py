@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -26,6 +27,10 @@ FEATURES = frozenset((
 TURING = "sm_75: Triton compiles for it, without tensor cores, and no longer says that it supports it"
 TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
 """Distributions that provide Triton: torch's wheels for ROCm bring one under another name."""
+OLDEST_TRITON = (3, 6)
+"""Of the plugin's own kernels: 3.4 and 3.5 end in an error while they compile windows beside spans, and 3.2 in an
+assertion of LLVM's, which ends the process.
+"""
 AITER, CK_FLASH = "amd-aiter>=0.1.7.dev0", "flash-attn>=2.8,<3"
 TRITON_BUILD = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
 ONLY_ASKED = {
@@ -170,7 +175,7 @@ def _triton(beside: dict[str, int]) -> Iterator[Variant]:
     yield Variant(
         "triton",
         devices=AMD_DEVICES | {"cuda:sm_89+": ON_NVIDIA} | beside,
-        check=_check("triton", _has_triton),
+        check=_check("triton", _compiles_kernels),
     )
     for name, devices, dtypes, notes in (
         ("triton_no_fp8", ("sm_80", "sm_86", "sm_87", "sm_88"), {"float16", "bfloat16", "float32"}, ()),
@@ -184,7 +189,7 @@ def _triton(beside: dict[str, int]) -> Iterator[Variant]:
             unsupported={"kv_scales": "Triton converts to fp8 from sm_89 on"},
             features=FEATURES - {"kv_scales", "kv_scales_on_device", "kv_scales_per_head"},
             notes=notes,
-            check=_check(name, _has_triton),
+            check=_check(name, _compiles_kernels),
         )
 
 
@@ -228,7 +233,7 @@ def _reasons(variant: str, others: tuple[Check, ...], request: AttentionRequest,
     if asked == "auto":
         if variant in ONLY_ASKED:
             yield _not_taken(variant, asked, ONLY_ASKED[variant])
-        elif variant == "sdpa" and not any(_has_triton(request, host)):
+        elif variant == "sdpa" and not any(_compiles_kernels(request, host)):
             yield _not_taken(variant, asked, "Triton is there")
     elif asked != (wanted := settings.kernel_of(variant)):
         who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
@@ -266,7 +271,21 @@ def _has_torch(request: AttentionRequest, host: Host) -> Iterator[Reason]:
 
 def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     if not any(version_on(host, name) for name in TRITON):
-        yield _missing("triton", "triton>=3.2", ", or ask for kernel sdpa")
+        yield _missing("triton", "triton>=3.6", ", or ask for kernel sdpa")
+
+
+def _compiles_kernels(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    """Whether Triton is there, and new enough for the plugin's own kernels."""
+    yield from _has_triton(request, host)
+    for name in TRITON:
+        version = version_on(host, name)
+        number = re.match(r"(\d+)\.(\d+)", version)
+        if number and (int(number[1]), int(number[2])) < OLDEST_TRITON:
+            wanted = f"triton>={OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
+            yield Reason(
+                "requirement", f"{name} {version} is installed; attn-rocm's kernels need {wanted}", wanted, version,
+                "attn-rocm", f"take a torch that brings {wanted}, or ask for kernel sdpa",
+            )  # fmt: skip
 
 
 def _missing(name: str, wanted: str, otherwise: str) -> Reason:
