@@ -175,7 +175,7 @@ def _triton(beside: dict[str, int]) -> Iterator[Variant]:
     yield Variant(
         "triton",
         devices=AMD_DEVICES | {"cuda:sm_89+": ON_NVIDIA} | beside,
-        check=_check("triton", _compiles_kernels),
+        check=_check("triton", _has_triton),
     )
     for name, devices, dtypes, notes in (
         ("triton_no_fp8", ("sm_80", "sm_86", "sm_87", "sm_88"), {"float16", "bfloat16", "float32"}, ()),
@@ -189,7 +189,7 @@ def _triton(beside: dict[str, int]) -> Iterator[Variant]:
             unsupported={"kv_scales": "Triton converts to fp8 from sm_89 on"},
             features=FEATURES - {"kv_scales", "kv_scales_on_device", "kv_scales_per_head"},
             notes=notes,
-            check=_check(name, _compiles_kernels),
+            check=_check(name, _has_triton),
         )
 
 
@@ -233,7 +233,7 @@ def _reasons(variant: str, others: tuple[Check, ...], request: AttentionRequest,
     if asked == "auto":
         if variant in ONLY_ASKED:
             yield _not_taken(variant, asked, ONLY_ASKED[variant])
-        elif variant == "sdpa" and not any(_compiles_kernels(request, host)):
+        elif variant == "sdpa" and not any(_has_triton(request, host)):
             yield _not_taken(variant, asked, "Triton is there")
     elif asked != (wanted := settings.kernel_of(variant)):
         who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
@@ -270,20 +270,16 @@ def _has_torch(request: AttentionRequest, host: Host) -> Iterator[Reason]:
 
 
 def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
-    if not any(version_on(host, name) for name in TRITON):
-        yield _missing("triton", "triton>=3.6", ", or ask for kernel sdpa")
-
-
-def _compiles_kernels(request: AttentionRequest, host: Host) -> Iterator[Reason]:
-    """Whether Triton is there, and new enough for the plugin's own kernels."""
-    yield from _has_triton(request, host)
-    for name in TRITON:
-        version = version_on(host, name)
+    """Whether a Triton is there that compiles the plugin's own kernels, which the variants of libraries run, too."""
+    wanted = f"triton>={OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
+    found = {name: version for name in TRITON if (version := version_on(host, name))}
+    if not found:
+        yield _missing("triton", wanted, ", or ask for kernel sdpa")
+    for name, version in found.items():
         number = re.match(r"(\d+)\.(\d+)", version)
         if number and (int(number[1]), int(number[2])) < OLDEST_TRITON:
-            wanted = f"triton>={OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
             yield Reason(
-                "requirement", f"{name} {version} is installed; attn-rocm's kernels need {wanted}", wanted, version,
+                "requirement", f"{name} {version} is installed; attn-rocm needs {wanted}", wanted, version,
                 "attn-rocm", f"take a torch that brings {wanted}, or ask for kernel sdpa",
             )  # fmt: skip
 
