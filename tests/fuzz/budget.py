@@ -7,6 +7,8 @@ import resource
 from hypothesis import HealthCheck, Phase, settings
 
 PROFILE = "fuzz"
+USUAL = 100
+"""The examples of a test in hypothesis' own profile."""
 TIMES = 20
 """What the profile multiplies the examples by. A round of all targets takes minutes; ``make fuzz`` repeats it."""
 MORE_MEMORY = 2 << 30
@@ -17,9 +19,8 @@ def examples(count, steps=40):
 
     Nothing is explained: that traces each line, and tracing meets exceptions of objects that lie where none may be set.
     """
-    count *= TIMES if settings.get_current_profile_name() == PROFILE else 1
     return settings(
-        max_examples=count, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=count * settings.default.max_examples // USUAL, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[phase for phase in Phase if phase is not Phase.explain],
     )  # fmt: skip
 

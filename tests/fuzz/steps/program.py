@@ -24,6 +24,7 @@ from fuzz.steps.settings import MAX_REQS, MAX_TOKENS, MODEL_LEN, WORDS, draw_nee
 from interrupted_calls import AtOpcode
 
 from attncore import MetadataBuilder
+from attncore.errors import AttncoreError
 
 TOUCHED = ("seq_lens", "query_start_loc", "positions", "paged_kv_indptr", "seq_start_loc", "paged_kv_num_pages",
            "span_ends", "tree_mask")  # fmt: skip
@@ -48,6 +49,8 @@ class Program:
         self.building: Schedule | None = None
         self.fails = ""
         """Which of fill and plan fails."""
+        self.quiet = draw.random() < 0.25
+        """Whether few fields are looked at, so that one may be asked for first behind or in a call that fails."""
         self.earlier: deque[Part] = deque(maxlen=settings.depth - 1)
         self.last: Part | None = None
         other: dict[str, Any] = {"max_num_batched_tokens": MAX_TOKENS, "decode_threshold": settings.threshold}
@@ -168,6 +171,8 @@ class Program:
         draw = self.draw
         if draw.random() < 0.15 and (self.per or self.settings.planned):
             self._fail(schedule, bucket)
+        if draw.random() < (0.4 if self.quiet else 0.1):
+            self._refused(schedule, bucket)
         self.building = schedule
         metadata = None
         if draw.random() < 0.1 and self.settings.transport != "graph":  # to take a step back waits for a GPU
@@ -210,10 +215,51 @@ class Program:
         with pytest.raises(NotNowError):
             self.builder.build(*schedule.given, **schedule.options, **({"bucket": bucket} if bucket else {}))
         self.fails, self.building = "", None
+        self._as_before()
+
+    def _refused(self, schedule: Schedule, bucket: Any) -> None:
+        """A call that is refused changes nothing, on the host or on the device."""
+        draw, builder, requests = self.draw, self.builder, self.requests
+        build = partial(builder.build, **schedule.options, **({"bucket": bucket} if bucket else {}))
+        given = dict(*schedule.given)
+        calls = [
+            lambda: build(given | {"nobody": 1}),
+            lambda: builder.build(*schedule.given, **schedule.options, bucket=77),
+            lambda: builder.keep_paths({"nobody": [0]}),
+            lambda: builder.run_ahead(2, bucket=77),
+        ]
+        for name in draw.sample(sorted(schedule.running), min(len(schedule.running), 1)):
+            computed = requests.held[name].computed
+            cut = [end - 1 - computed for start, end in requests.held[name].spans if computed <= start < end - 1]
+            calls += [
+                partial(build, given | {name: MODEL_LEN + 1 - computed}),
+                partial(build, given, trees=schedule.trees | {name: [7]}),
+                partial(requests.batch.rollback_many, {name: computed + 1}),
+                partial(builder.keep_paths, {name: [77]}),
+                *(partial(build, given | {name: count}) for count in cut),
+            ]
+            rest = {other: 0 for other in requests.held if other != name}
+            spanned = [start + 1 - computed for start, _ in requests.held[name].spans if start > computed]
+            if spanned:  # no refusal of the first step, of which nothing would be sent
+                requests.make_room(name, computed + max(spanned))
+            calls += [
+                partial(builder.run_ahead, count, bucket=size.bucket, scheduled=rest)
+                for size in self.captured.values() if size.ahead
+                for count in [MODEL_LEN + 1 - computed, *spanned]
+            ]  # fmt: skip
+        before = builder.last_step
+        for call in draw.sample(calls, draw.randint(1, 3)):
+            with pytest.raises((ValueError, LookupError, AttncoreError)):
+                call()
+            assert builder.last_step == before
+        self._as_before()
+
+    def _as_before(self) -> None:
+        """The last step is what it was, but for what the requests of its rows have become."""
         if self.last is not None and self.settings.depth > 1 and self.last.any.req_ids == self.last.names_of_rows:
             named = (name not in self.requests.gone for name in self.last.names_of_rows)
             if all(named) and not self.settings.poison:
-                self.comparer.compare(replace(self.last, stale=True), some=0.5)
+                self.comparer.compare(replace(self.last, stale=True), some=1.0 if self.quiet else 0.5)
 
     def _interrupted(self, schedule: Schedule, bucket: Any) -> Any:
         """A build that an exception from outside interrupts: its step, where it has happened, or None."""
@@ -351,6 +397,9 @@ class Program:
 
     def _look(self, whole: Part, *, deep: bool = True) -> None:
         draw = self.draw
+        if self.quiet:
+            self.comparer.compare(whole, some=draw.choice([0.0, 0.1]))
+            return
         self.comparer.compare(whole, some=draw.choice([0.0, 0.3, 1.0]))
         self._engine_fields(whole)
         parts = [whole] if deep else []
