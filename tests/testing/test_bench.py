@@ -157,6 +157,16 @@ def test_runs_are_read_in_their_order_and_the_last_ones_only(tmp_path):
     assert times[-1] == made(number=3 + MAX_RUNS).time
 
 
+def test_the_longest_run_is_read_again(tmp_path):
+    """100 passes, all repeated, over the generated shapes and 32 saved steps, each of four parts."""
+    figures = [1.2345678901234567e-6] * 200
+    names = [f"step {number} of a file, decode of 1, prefill of 256" for number in range(36)]
+    rows = [Row(name, part, *[figures] * 5) for name in names for part in ("build", "plan", "commit", "forward")]
+    run = made(rows=rows)
+    assert save(run, tmp_path).stat().st_size > 1 << 21
+    assert load_and_left_out(run, tmp_path) == ([run], [])
+
+
 def test_a_run_whose_figures_are_none_is_passed_over(tmp_path):
     save(made([0.0] * 5), tmp_path)
     save(made([float("nan")] * 5, number=1), tmp_path)

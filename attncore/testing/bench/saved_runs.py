@@ -18,6 +18,8 @@ from attncore.testing.bench.machine import machine_name
 FORMAT = 1
 MAX_RUNS = 20
 """As many of the last runs are read."""
+MAX_BYTES = 1 << 24
+"""Bytes of a run that are read at most: one of 100 passes that were repeated, over saved steps, has some millions."""
 CREDIBLE = 1e-12, 1e12
 """Seconds and ratios outside of this were not measured, and no quotient of two inside of it overflows."""
 
@@ -88,7 +90,7 @@ def load(like: Run, root: Path) -> tuple[list[Run], list[str]]:
 
 def _read(file: Path) -> Run | None:
     try:
-        found = json.loads(read_kept(file))
+        found = json.loads(read_kept(file, MAX_BYTES))
         if found["format"] != FORMAT:
             return None
         rows = [Row(**row) for row in found.pop("rows")]
