@@ -19,6 +19,7 @@ from attncore.integrations.transformers import (  # noqa: E402
     PagedCaches,
     attncore_context,
     compile_layers,
+    compiled_layers,
     paged_caches,
     select_for_model,
 )
@@ -232,3 +233,27 @@ def test_layers_are_compiled_again(fuse):
     compile_layers(model, engine.caches, backend="eager", fuse=fuse)
     expected = Engine(model, **POOL).complete(PROMPTS, 6)
     assert engine.complete(PROMPTS, 6) == expected
+
+
+def replaced_and_run(limit):
+    """The tokens of a model that is given other weights when it is compiled, as often as torch allows, or more."""
+    model = decoder("llama")
+    engine = Engine(model, **POOL)
+    compile_layers(model, engine.caches, backend="eager")
+    model.load_state_dict(decoder("llama", seed=5).state_dict(), assign=True)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        said = engine.complete(PROMPTS[1:3], 2)
+        assert torch._dynamo.config.recompile_limit == limit, "as it was outside"
+    return said, Engine(model, **POOL).complete(PROMPTS[1:3], 2)
+
+
+def test_layers_are_compiled_beyond_torchs_limit():
+    # It is of a class of layers: by default 8, which several models in a process reach together.
+    said, expected = replaced_and_run(limit=2)
+    assert said == expected
+
+
+def test_a_layer_that_is_compiled_without_end_is_named_with_the_limit(monkeypatch):
+    monkeypatch.setattr(compiled_layers, "_MOST_GRAPHS", 0)
+    with pytest.raises(ValueError, match=r"layer model.layers.0: .* cannot be compiled: .*recompile_limit"):
+        replaced_and_run(limit=1)

@@ -193,6 +193,15 @@ def test_weights_that_change_later_are_those_that_compiled_code_uses(change):
     torch.testing.assert_close(products(model, x)[1], says)
 
 
+def test_a_bias_that_is_given_later_is_added():
+    x = torch.randn(4, 8)
+    model = fuse(Three(bias=False), x)
+    model.b.bias = nn.Parameter(torch.randn(5))
+    with torch.inference_mode():
+        says = model(x)
+    torch.testing.assert_close(products(model, x)[1], says)
+
+
 def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from attncore.arguments import flag
 from attncore.integrations.transformers.attention_interface import CACHE, using_attncore
@@ -32,6 +33,8 @@ from attncore.integrations.transformers.fused_projections import Product, fuse_p
 from attncore.ops.forward_context import NoLayersCache
 
 _EXPLAINS = ("Explanation:", "Developer debug context:")
+_MOST_GRAPHS = 16
+"""Of a layer: one for a step of one token and one for more, as often as what they are compiled for changes."""
 
 
 def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **options: Any) -> None:
@@ -123,9 +126,13 @@ class _Forward:
 class _Compiled:
     """A layer's compiled ``forward`` over the caches that its attention, one module or several, has meanwhile."""
 
+    number = 0
+    """Of all that were made in this process, since torch counts the graphs of a class of layers, of whichever model."""
+
     def __init__(
         self, name: str, layer: Any, modules: list[tuple[Any, Any]], products: list[Product], options: Mapping[str, Any]
     ) -> None:
+        _Compiled.number += 1
         self._products = products
         self._what = f"layer {name}: {type(layer).__name__} cannot be compiled"
         self._modules = [(vars(module), cache) for module, cache in modules]
@@ -137,8 +144,12 @@ class _Compiled:
         for product in self._products:
             product.open()
         try:
-            return self._forward(*args, **kwargs)
-        except TorchDynamoException as error:
+            try:
+                return self._forward(*args, **kwargs)
+            except FailOnRecompileLimitHit:  # nothing has run yet
+                with _graphs_of_all_layers():
+                    return self._forward(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise ValueError(f"{self._what}: {_reason(error)}") from error
         except NoLayersCache as error:
             raise ValueError(
@@ -152,8 +163,28 @@ class _Compiled:
                 product.close()
 
 
+@contextmanager
+def _graphs_of_all_layers() -> Iterator[None]:
+    """Inside, torch makes as many graphs of one function as all layers need that were compiled in this process.
+
+    It counts them by the code of ``forward``, that is by the class of the layers, and by default makes 8: too few for
+    some models of one class, or for layers of which each has a hook of its own.
+    """
+    config, names = torch._dynamo.config, ("recompile_limit", "accumulated_recompile_limit")
+    before = {name: getattr(config, name) for name in names}
+    try:
+        for name, limit in before.items():
+            setattr(config, name, max(limit, _MOST_GRAPHS * _Compiled.number))
+        yield
+    finally:
+        for name, limit in before.items():
+            setattr(config, name, limit)
+
+
 def _reason(error: Exception) -> str:
     """What torch.compile says of a layer, on one line: its first line, then the lines that explain it."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        error = cast("Exception", error.__cause__ or error)  # which limit, and what it is
     error = getattr(error, "inner_exception", error)  # of torch's backend, such as inductor
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line.partition(":")[2].strip() for line in lines if line.startswith(_EXPLAINS)]

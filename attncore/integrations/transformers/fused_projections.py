@@ -55,22 +55,24 @@ class Product:
         if group:
             self.last, self._of_first = group[-1], group[0]._buffers
             self._parts = [
-                (module._parameters, name, address_of)
+                (module._parameters, name, None if one is None else one.data_ptr())
                 for module in group
                 for name, one in module._parameters.items()
-                if one is not None and (address_of := one.data_ptr())
             ]
 
     def __reduce__(self) -> Any:
         return Product, ()
 
     def is_whole(self) -> bool:
-        """Whether the layers' parameters still are parts of the whole: not where one was replaced or moved since."""
+        """Whether the layers' parameters still are parts of the whole: not where one was replaced or moved since, nor
+        where a layer was given a bias.
+        """
         for parameters, name, address in self._parts:
             one = parameters.get(name)
-            if type(one) is not nn.Parameter or one.data_ptr() != address:
-                self._whole, self._parts = (), []
-                break
+            if one is None if address is None else type(one) is nn.Parameter and one.data_ptr() == address:
+                continue
+            self._whole, self._parts = (), []
+            break
         return bool(self._parts)
 
     def open(self) -> None:
