@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 RELEASE := .venv-release
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
 PEER_WHEELS := vllm_lists vllm_step
@@ -36,7 +37,7 @@ endif
 endif
 
 .PHONY: help demo docs test test-all test-engines test-vllm test-sglang test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
-	with-rev resolve api-check release-check test-newest clean
+	with-rev resolve api-check release-check test-newest test-oldest clean
 
 help:
 	@echo "make demo           replay requests and verify them: 1.5 minutes after set-up"
@@ -48,6 +49,7 @@ help:
 	@echo "make test-asan      the same over one with gcc's sanitizers"
 	@echo "make test-dev       the tests under python -X dev -O"
 	@echo "make test-newest    the tests with the newest of all requirements"
+	@echo "make test-oldest    the same with the oldest that pyproject.toml allows"
 	@echo "make fuzz           the fuzz targets, for FUZZ_MINUTES=10"
 	@echo "make lint           ruff and cython-lint; needs what make test needs"
 	@echo "make types          mypy, strict"
@@ -318,9 +320,24 @@ test-newest:
 	$(NEWEST_PIP) freeze
 	ATTNCORE_REQUIRE_EXT=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
+# The oldest versions that attncore and its plugins allow, on the oldest Python; tools as they come. Old torch brings
+# another Triton along than attn-rocm needs, whose kernels' tests are skipped then. The builds are those of a user, each in
+# an environment that pip makes.
+OLDEST_PIP := $(OLDEST)/bin/pip --disable-pip-version-check
+test-oldest:
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST_PIP) install -q packaging
+	$(OLDEST)/bin/python requirements/oldest.py | grep -v ^triton= > $(OLDEST)/oldest.txt
+	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") torch
+	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(filter-out triton hatchling,$(call NAMES,demo bench test))
+	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt --no-deps $(call NAMES,kernels)
+	$(OLDEST_PIP) install -q --no-deps -e . $(patsubst %,-e %,$(PLUGINS))
+	$(OLDEST_PIP) freeze
+	ATTNCORE_REQUIRE_EXT=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+
 # What CI runs first: requirements that have come to contradict each other, or that an index has lost.
 resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(SGLANG) $(RELEASE) $(NEWEST) $(ENGINE_VLLM) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) $(SGLANG) $(RELEASE) $(NEWEST) $(OLDEST) $(ENGINE_VLLM) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history

@@ -20,7 +20,8 @@ def examples(count, steps=40):
     Nothing is explained: that traces each line, and tracing meets exceptions of objects that lie where none may be set.
     """
     return settings(
-        max_examples=count * settings.default.max_examples // USUAL, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=count * settings.default.max_examples // USUAL, stateful_step_count=steps, deadline=None,
+        suppress_health_check=list(HealthCheck),
         phases=[phase for phase in Phase if phase is not Phase.explain],
     )  # fmt: skip
 

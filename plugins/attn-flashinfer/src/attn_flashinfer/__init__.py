@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NO_SPANS = "the plugin gives its kernels masks of draft trees alone"
 
-REQUIRES = ("torch>=2.6", "apache-tvm-ffi>=0.1.11", "flashinfer-python>=0.7.2,<0.8")
+REQUIRES = ("torch>=2.7", "apache-tvm-ffi>=0.1.11", "flashinfer-python>=0.7.2,<0.8")
 
 OPTIONS = {
     "decode": Option(
