@@ -320,9 +320,9 @@ test-newest:
 	$(NEWEST_PIP) freeze
 	ATTNCORE_REQUIRE_EXT=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
-# The oldest versions that attncore and its plugins allow, on the oldest Python; tools as they come. With the oldest torch
-# comes an older Triton than attn-rocm needs, and FlashInfer needs a newer torch: tests of both libraries are skipped. The
-# builds are those of a user, each in an environment that pip makes.
+# The oldest versions that attncore and its plugins allow, on the oldest Python; tools as they come. The oldest torch brings
+# an older Triton along than attn-rocm's kernels need, whose tests are skipped. The builds are those of a user, each in an
+# environment that pip makes.
 OLDEST_PIP := $(OLDEST)/bin/pip --disable-pip-version-check
 test-oldest:
 	$(PYTHON) -m venv --clear $(OLDEST)
@@ -330,6 +330,7 @@ test-oldest:
 	$(OLDEST)/bin/python requirements/oldest.py | grep -v ^triton= > $(OLDEST)/oldest.txt
 	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") torch
 	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(filter-out triton hatchling,$(call NAMES,demo bench test))
+	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt --no-deps $(call NAMES,kernels)
 	$(OLDEST_PIP) install -q --no-deps -e . $(patsubst %,-e %,$(PLUGINS))
 	$(OLDEST_PIP) freeze
 	ATTNCORE_REQUIRE_EXT=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"

@@ -241,7 +241,7 @@ def _to_int(value: Any) -> int:
     if type(value) is int:
         return value
     try:
-        if not (isinstance(value, bool) or _is_tensor_of_bools(value) or getattr(value, "ndim", None)):
+        if not (isinstance(value, bool) or _is_of_bools(value) or getattr(value, "ndim", None)):
             return int.__index__(operator.index(value))  # a subclass of int becomes a plain one
     except TypeError:
         pass  # what operator.index says of an object that is no integer
@@ -250,10 +250,13 @@ def _to_int(value: Any) -> int:
     raise TypeError("no integer")
 
 
-def _is_tensor_of_bools(value: Any) -> bool:
-    # torch's bools have an __index__; NumPy's, whose dtypes have a kind, have none.
+def _is_of_bools(value: Any) -> bool:
+    # bools of torch, and of NumPy 1, have an __index__; dtypes of NumPy have a kind
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and not hasattr(dtype, "kind") and "bool" in str(dtype)
+    if dtype is None:
+        return False
+    kind = getattr(dtype, "kind", None)
+    return "bool" in str(dtype) if kind is None else bool(kind == "b")
 
 
 def _not_an_integer(name: str, value: Any, error: TypeError) -> TypeError:

@@ -56,7 +56,7 @@ def attncore_backend() -> BackendSpec:
         },
         device_needs={"slot_mapping", "block_table", "cross_slot_mapping", "cross_block_table"},
         host_lengths="exact",
-        requires=("torch>=2.6",),
+        requires=("torch>=2.7",),
     )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def test_without_torch_it_says_that_nothing_can_run(site, capsys, monkeypatch):
     code, report = doctor(capsys, "--no-create")
     lacks, none = report["findings"]
     assert code == 1
-    assert "torch 2.1 is installed; attncore 0.1.0 needs torch>=2.6; pip install 'torch>=2.6'" in lacks
+    assert "torch 2.1 is installed; attncore 0.1.0 needs torch>=2.7; pip install 'torch>=2.7'" in lacks
     assert none.startswith("no backend can run here: ")
 
 

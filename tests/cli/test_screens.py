@@ -278,7 +278,7 @@ def no_torch(site, monkeypatch):
 def test_without_torch_it_says_what_to_install(no_torch, screen, words, code, width):
     found, out, err = screen(*words, width=width)
     assert found == code
-    assert re.search(r"pip install '?(torch>=2.6|attncore\[torch\])", " ".join((out + err).split()))
+    assert re.search(r"pip install '?(torch>=2.7|attncore\[torch\])", " ".join((out + err).split()))
 
 
 def test_a_command_without_torch_that_needs_none(no_torch, screen):

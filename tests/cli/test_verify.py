@@ -5,10 +5,12 @@ import os
 import re
 import sys
 import zipfile
+from importlib.metadata import version
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from planting import SPEC
 
 from attncore.cli import main
@@ -412,6 +414,8 @@ class Ends(Raises):
 @pytest.mark.parametrize("how", MODULES)
 def test_a_module_that_is_odd_is_not_asked_for_its_files(site, capsys, tmp_path, monkeypatch, how):
     """Of the process that prints the verdicts; those of the others are printed, and files' times count all the same."""
+    if "a module" in how and Version(version("pluggy")) < Version("1.6"):
+        pytest.skip("this pluggy asks a plugin for each of its attributes, and fails with it")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("attncore.testing.verify.run_in_child", told)
     site.plugin("good")

@@ -165,7 +165,7 @@ def test_each_reason_has_its_code_both_values_a_source_and_a_fix(facts, fields, 
         ({"use_mla": True, "mla_only": True}, {"use_mla": True, "num_kv_heads": 1}),
         ({"phases": {"decode"}}, {"phase": "decode"}),
         ({"max_group_size": 4}, {}),
-        ({"requires": ("torch>=2.6", "triton")}, {}),
+        ({"requires": ("torch>=2.7", "triton")}, {}),
         ({"cuda_graph": "always"}, {"cuda_graph": "uniform_decode"}),
     ],
 )

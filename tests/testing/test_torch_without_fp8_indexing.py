@@ -1,4 +1,4 @@
-"""torch 2.6, the oldest that attncore takes, indexes no fp8 on a CPU: the kit does not ask it to.
+"""torch 2.7, the oldest that attncore takes, indexes no fp8 on a CPU: the kit does not ask it to.
 
 Later ones do, so that its errors are played here.
 """

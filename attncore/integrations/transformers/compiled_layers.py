@@ -170,8 +170,7 @@ def _graphs_of_all_layers() -> Iterator[None]:
     It counts them by the code of ``forward``, that is by the class of the layers, and by default makes 8: too few for
     some models of one class, or for layers of which each has a hook of its own.
     """
-    # torch 2.6 has no other names for them, a later one keeps these as aliases
-    config, names = torch._dynamo.config, ("cache_size_limit", "accumulated_cache_size_limit")
+    config, names = torch._dynamo.config, ("recompile_limit", "accumulated_recompile_limit")
     before = {name: getattr(config, name) for name in names}
     try:
         for name, limit in before.items():

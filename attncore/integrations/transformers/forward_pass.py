@@ -241,15 +241,15 @@ class guards_for_hooks:  # noqa: N801  (a context manager; one of a generator ta
     def __enter__(self) -> None:
         config = torch._dynamo.config
         self._before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
-        if self._more:  # torch 2.6 has no other name for it, a later one keeps it as an alias
-            self._limit = config.cache_size_limit
-            config.cache_size_limit = self._limit + self._more
+        if self._more:
+            self._limit = config.recompile_limit
+            config.recompile_limit = self._limit + self._more
 
     def __exit__(self, *error: object) -> None:
         config = torch._dynamo.config
         config.skip_nnmodule_hook_guards = self._before
         if self._more:
-            config.cache_size_limit = self._limit
+            config.recompile_limit = self._limit
 
 
 class _Reader:

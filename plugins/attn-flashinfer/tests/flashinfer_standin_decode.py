@@ -251,7 +251,7 @@ def xqa_batch_decode_with_kv_cache(
         query = query.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     for row, length in enumerate(seq_lens.tolist()):
         chosen = block_tables[row, : -(-length // keys.shape[1])].long()
-        pages = [half[chosen].flatten(0, 1).float() for half in (keys, values)]
+        pages = [half.float()[chosen].flatten(0, 1) for half in (keys, values)]
         read = [half[:length] for half in pages]
         found = dense_attention(
             query[row : row + 1].float(), *read, scale=float(bmm1_scale),

@@ -65,8 +65,8 @@ class Module:
                 continue
             if length:
                 chosen = indices[indptr[row] : indptr[row] - (-length // page_size)].long()
-                values = ckv[chosen].flatten(0, 1)[:length, None].float() * ckv_scale
-                keys = torch.cat((values, kpe[chosen].flatten(0, 1)[:length, None].float() * kpe_scale), dim=2)
+                values = ckv.float()[chosen].flatten(0, 1)[:length, None] * ckv_scale
+                keys = torch.cat((values, kpe.float()[chosen].flatten(0, 1)[:length, None] * kpe_scale), dim=2)
                 query = torch.cat((q_nope[part], q_pe[part]), dim=2).float()
                 found, found_lse = dense_attention(query, keys, values, scale=scale, causal=mask == 1, return_lse=True)
                 out[part] = found.to(out.dtype)

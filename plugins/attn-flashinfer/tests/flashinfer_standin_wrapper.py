@@ -67,7 +67,7 @@ class Wrapper:
                 out[part], lse[part] = 0, -math.inf
                 continue
             chosen = indices[first : first - (-length // size)].long()
-            read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
+            read = [half.float()[chosen].flatten(0, 1)[:length] for half in (keys, values)]
             if masks is None:
                 found, found_lse = dense_attention(
                     q[part].float(), read[0] * k_scale, read[1] * v_scale, scale=self.keywords["sm_scale"],

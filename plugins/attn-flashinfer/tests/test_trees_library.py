@@ -51,7 +51,7 @@ class Module:
                 continue
             part = slice(int(starts[number]), int(starts[number + 1]))
             chosen = indices[first : first - (-length // keys.shape[1])].long()
-            read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
+            read = [half.float()[chosen].flatten(0, 1)[:length] for half in (keys, values)]
             mask = torch.ones(tokens, length, dtype=torch.bool)
             if mode == CAUSAL:
                 mask = mask.tril(length - tokens)

@@ -172,7 +172,7 @@ def make_spec() -> BackendSpec:
             "token_to_req_indices",  # the log-sum-exp of slopes, and rows that are lent a key
         },
         host_lengths="bounded",
-        requires=("torch>=2.6",),
+        requires=("torch>=2.7",),
         install={
             "flash-attn-3": "build it from FlashAttention's sources (hopper), or install vLLM, whose wheel carries it",
             "vllm": "install vLLM, whose wheel for CUDA carries FlashAttention 3",

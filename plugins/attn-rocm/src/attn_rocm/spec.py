@@ -266,7 +266,7 @@ def _not_taken(variant: str, asked: str, why: str) -> Reason:
 def _has_torch(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     # Not among the spec's requirements: a variant is called by the library that it requires, and torch is none.
     if not version_on(host, "torch"):
-        yield _missing("torch", "torch>=2.6", "")
+        yield _missing("torch", "torch>=2.7", "")
 
 
 def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
