@@ -1,10 +1,13 @@
 """What a plugin does to the settings of the process while it loads reaches neither the other plugins nor the caller."""
 
+import contextlib
 import cProfile
+import itertools
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +97,69 @@ def test_threads_that_load_at_once_load_once_and_leave_the_process_as_it_was(sit
         registries = [one.result() for one in found]
     assert registries[0] is registries[1] is registries[2]
     assert settings() == before
+
+
+def searches(number):
+    """As imports do that find new folders."""
+    sys.path_importer_cache[f"/absent/{number}"] = None
+    for old in range(number - 50, number) if number % 50 == 0 else ():
+        sys.path_importer_cache.pop(f"/absent/{old}", None)
+
+
+def sets_variables(number):
+    with contextlib.suppress(KeyError):  # it is put back meanwhile
+        os.environ[f"PYTHONACME{number % 300}"] = "1"
+        del os.environ[f"PYTHONACME{(number + 150) % 300}"]
+
+
+@pytest.mark.parametrize("change", [searches, sets_variables])
+def test_what_another_thread_changes_meanwhile_breaks_no_plugin(site, monkeypatch, change):
+    monkeypatch.setattr(sys, "path_importer_cache", dict(sys.path_importer_cache))
+    ended = threading.Event()
+
+    def changes():
+        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            change(number)
+
+    turns = sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            sys.setswitchinterval(1e-5)
+            changed = pool.submit(changes)
+            for _ in range(40):
+                load.forget()
+                states = {one.name: one.state for one in attncore.backends()}
+                assert states["reference"] == "loaded"
+        finally:
+            sys.setswitchinterval(turns)
+            ended.set()
+    changed.result()
+    for name in [name for name in os.environ if name.startswith("PYTHONACME")]:
+        del os.environ[name]
+
+
+def test_filters_of_warnings_that_another_thread_has_for_a_moment_do_not_stay(site, monkeypatch):
+    """It is within ``catch_warnings``, as while it imports torch, when a plugin is loaded, and leaves it meanwhile."""
+    steps = [threading.Event() for _ in range(3)]
+    monkeypatch.setattr(attncore, "tests_events", steps, raising=False)
+    source = "import attncore; attncore.tests_events[1].set(); attncore.tests_events[2].wait(30)\n"
+    site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    before = warnings.filters, [*warnings.filters]
+
+    def catches():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps[0].set()
+            assert steps[1].wait(30)
+        steps[2].set()
+
+    with ThreadPoolExecutor(1) as pool:
+        caught = pool.submit(catches)
+        assert steps[0].wait(30)
+        load.registry()
+        caught.result(30)
+    assert warnings.filters is before[0]
+    assert warnings.filters == before[1]
 
 
 def test_a_child_that_is_forked_while_plugins_load_can_load_them(site, tmp_path):

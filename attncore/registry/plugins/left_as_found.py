@@ -178,9 +178,9 @@ class _Modules:
                 return
         except Exception:  # of an object of the plugin's that is no module
             pass
-        for name, module in list(self.table.items()):
+        for name, module in self.table.copy().items():
             if module is None and name not in self._found and _is_needed(name):
-                del self.table[name]
+                self.table.pop(name, None)
         self._restore_dropped()
         self._restore_own()
 
@@ -197,8 +197,8 @@ class _Modules:
         lost = {name: module for name, module in ours.items() if self.table.get(name) is not module}
         if not lost:
             return
-        for name in [name for name in self.table if _is_ours(name) and name not in ours]:
-            del self.table[name]  # it was imported with the others
+        for name in [name for name in self.table.copy() if _is_ours(name) and name not in ours]:
+            self.table.pop(name, None)  # it was imported with the others
         for name, module in lost.items():
             package, _, last = name.rpartition(".")
             if isinstance(getattr(ours.get(package), last, None), ModuleType):
@@ -216,9 +216,10 @@ class _Names:
     def restore(self) -> None:
         """As they were found; of those that came since, a public one that attncore has otherwise is asked for anew."""
         homes: dict[str, str] = self._found["_HOME"]
-        for name in [name for name in self._names if name not in self._found and type(name) is str and name in homes]:
-            if getattr(sys.modules.get(homes[name]), name, self) is not self._names[name]:
-                del self._names[name]
+        now = self._names.copy()  # which a thread that asks for a name for the first time adds to
+        for name in [name for name in now if name not in self._found and type(name) is str and name in homes]:
+            if getattr(sys.modules.get(homes[name]), name, self) is not now[name]:
+                self._names.pop(name, None)
         for name, value in self._found.items():
             if self._names.get(name, self) is not value:
                 self._names[name] = value
@@ -244,20 +245,25 @@ def _restore_limits(limits: dict[int, tuple[int, int]]) -> None:
 
 
 class _WarningFilters:
-    """The filters of ``warnings`` and what shows one; ``catch_warnings`` would have each be shown again."""
+    """The filters of ``warnings`` and what shows one; ``catch_warnings`` would have each be shown again.
+
+    Where other threads of Python run, another list in their place stays: one of them may be within ``catch_warnings``,
+    as torch is while it is imported, or have been in it before.
+    """
 
     def __init__(self) -> None:
-        self.filters, self.show = warnings.filters, warnings.showwarning
+        self.filters, self.show, self._alone = warnings.filters, warnings.showwarning, threading.active_count() == 1
         self._filters = list(warnings.filters)
 
     def restore(self) -> None:
         """As they were found."""
         warnings.showwarning = self.show
-        same = warnings.filters is self.filters and len(self.filters) == len(self._filters)
+        filters = self.filters if self._alone or not isinstance(warnings.filters, list) else warnings.filters
+        same = warnings.filters is filters and len(self.filters) == len(self._filters)
         if same and all(one is other for one, other in zip(self.filters, self._filters, strict=True)):
             return
         self.filters[:] = self._filters  # type: ignore[index]
-        warnings.filters = self.filters
+        warnings.filters = filters
         with warnings.catch_warnings():  # which lets warnings know
             pass
 
@@ -272,7 +278,8 @@ class _SearchSettings:
     def restore(self) -> None:
         """As they were found, but for Python's own finders of folders that were searched since."""
         self.path[:], self.hooks[:] = self._path, self._hooks
-        python = {key: one for key, one in self.cache.items() if type(key) is str and type(one) in _FINDERS}
+        now = self.cache.copy()  # which a thread that imports adds to
+        python = {key: one for key, one in now.items() if type(key) is str and type(one) in _FINDERS}
         self.cache.clear()
         self.cache.update({**python, **self._cache})
         sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
@@ -339,12 +346,15 @@ class Wakeup:
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(("ATTNCORE_", "PYTHON"))}
+    names = [name for name in environ if name.startswith(("ATTNCORE_", "PYTHON"))]
+    found = {name: environ.get(name) for name in names}  # of which another thread may delete one
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _restore(environ: os._Environ[str], variables: dict[str, str]) -> None:
     for name in _variables(environ).keys() - variables.keys():
-        del environ[name]
+        with contextlib.suppress(KeyError):
+            del environ[name]
     environ.update(variables)
 
 
