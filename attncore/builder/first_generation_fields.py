@@ -128,7 +128,7 @@ def _rows(values: Mapping[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     _check_prefill_tokens(counts, starts)
     contexts = _contexts(values, counts, lens, queries)
     rows = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
-    tokens = np.arange(len(rows), dtype=np.int64) - starts[rows] + contexts[rows]
+    tokens = np.arange(len(rows), dtype=np.int64) - starts.take(rows) + contexts.take(rows)
     return counts | {
         "num_reqs": num_reqs,
         "num_tokens": num_tokens,

@@ -77,7 +77,7 @@ class FirstGenerationMetadataNames:
         """Whether a sequence of the step has no block table: its last token has no slot. False behind a graph."""
         if not self.from_groups or self.use_cuda_graph:
             return False
-        return bool((self.host.slot_mapping[self.host.logits_indices] < 0).any())
+        return bool((self.host.slot_mapping.take(self.host.logits_indices) < 0).any())
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:

@@ -79,7 +79,7 @@ class AdoptedHost(HostArrays):
             return out
         positions = np.zeros(num_tokens, np.int64)
         first = arrays["context_lens"].astype(np.int64) - arrays["query_start_loc"][:-1]
-        positions[: len(rows)] = first[rows] + np.arange(len(rows))
+        positions[: len(rows)] = first.take(rows) + np.arange(len(rows))
         return positions
 
 

@@ -131,8 +131,9 @@ def plan_cascade(
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
     contexts = array_arguments.contexts(queries, lens)
     table = array_arguments.block_table(block_table, len(queries))
-    rows = array_arguments.as_array("shared.rows", shared.rows).copy()
-    shared = _check_shared(shared, rows, table, contexts)
+    given = array_arguments.as_array("shared.rows", shared.rows).copy()
+    shared = _check_shared(shared, given, table, contexts)
+    rows = given.astype(np.intp)
 
     starts = host_functions.build_query_start_loc(queries)
     row_lens = queries[rows]
@@ -143,7 +144,7 @@ def plan_cascade(
     suffix_lens, suffix_table = lens.copy(), table.copy()
     suffix_lens[rows] -= shared.num_tokens
     kept = table.shape[1] - shared.num_blocks
-    suffix_table[rows, :kept] = table[rows, shared.num_blocks :]
+    suffix_table[rows, :kept] = table.take(rows, axis=0)[:, shared.num_blocks :]
     suffix_table[rows, kept:] = 0
     prefix = CascadePass(
         np.array([0, len(token_indices)], np.int32),
@@ -246,14 +247,14 @@ def _check_shared(
     )
     if shared.num_tokens % shared.num_blocks:
         raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {counted(shared.num_blocks, 'whole block')}")
-    early = np.flatnonzero(contexts[rows] < shared.num_tokens)
+    early = np.flatnonzero(contexts.take(rows) < shared.num_tokens)
     if len(early):
         row = int(rows[early[0]])
         raise ValueError(
             f"shared.num_tokens: {shared.num_tokens} reach into the queries of row {row}, whose context is "
             f"{counted(contexts[row], 'token')}"
         )
-    blocks = table[rows, : shared.num_blocks]
+    blocks = table.take(rows, axis=0)[:, : shared.num_blocks]
     if blocks.shape[1] < shared.num_blocks or (blocks != blocks[0]).any():
         raise ValueError(f"shared.num_blocks: the rows do not share their first {counted(shared.num_blocks, 'block')}")
     return shared

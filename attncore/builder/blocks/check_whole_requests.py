@@ -59,7 +59,7 @@ def first_partial(metadata: CommonAttentionMetadata) -> int:
     host = metadata.host
     running = np.flatnonzero(host.query_lens)
     if hasattr(host, "positions") and hasattr(host, "logits_indices"):
-        reached = host.positions[host.logits_indices[running]] + 1
+        reached = host.positions.take(host.logits_indices[running]) + 1
     else:
         reached = (host.context_lens + host.query_lens)[running]
     partial = running[reached != host.seq_lens[running]]

@@ -177,7 +177,7 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
         "paged_kv_last_page_len": np.zeros(num_reqs, np.int32),
     }
     if "span_ends" in fields:  # positions, which begin at 0 here
-        ends, contexts = fields["span_ends"], host.context_lens[host.token_to_req_indices]
+        ends, contexts = fields["span_ends"], host.context_lens.take(host.token_to_req_indices)
         fields["span_ends"] = np.where(ends != 0, ends - contexts, ends)
     longest = dict.fromkeys(("max_seq_len", "max_prefill_seq_len"), metadata.max_query_len)
     return _new_metadata(metadata, fields, longest, backend)

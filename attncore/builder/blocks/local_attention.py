@@ -165,10 +165,10 @@ def _chunks_of_pages(
             f"block_size: {block_size} found, but row {row} has {counted(host.seq_lens[row], 'token')} in "
             f"{counted(pages[row], 'page')}, not {wanted[row]}; give the block size of the step's builder"
         )
-    held = pages[virtual.request_indices] > 0
+    held = pages.take(virtual.request_indices) > 0
     counts = np.where(held, -(-virtual.seq_lens // block_size), 0)
     starts = host_functions.build_query_start_loc(counts)
-    first = indptr[virtual.request_indices] + virtual.chunk_indices * blocks_per_chunk
+    first = indptr.take(virtual.request_indices) + virtual.chunk_indices * blocks_per_chunk
     picked = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1])
     last = np.where(held, virtual.seq_lens - (counts - 1) * block_size, 0).astype(np.int32)
     return starts, indices[picked], last

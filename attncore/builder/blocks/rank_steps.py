@@ -49,7 +49,7 @@ def token_rows(
         query_lens=np.ones(count, np.int32),
         query_start_loc=rows,
         logits_indices=rows[:-1],
-        block_table=host.block_table[host.token_to_req_indices],
+        block_table=host.block_table.take(host.token_to_req_indices, axis=0),
         seq_start_loc=host_functions.build_query_start_loc(visible),
     )
     pages = host_functions.build_page_lists(fields.block_table, visible, mine.block_size)

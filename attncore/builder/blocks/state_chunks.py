@@ -47,8 +47,8 @@ def state_chunks(query_lens: npt.ArrayLike, chunk_size: int, context_lens: npt.A
     req_starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(counts, out=req_starts[1:])
     rows = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
-    index = np.arange(len(rows), dtype=np.int32) - req_starts[rows]
+    index = np.arange(len(rows), dtype=np.int32) - req_starts.take(rows)
     first_tokens = np.cumsum(lens, dtype=np.int64) - lens
     starts = np.full(len(rows) + 1, num_tokens, np.int32)
-    starts[:-1] = first_tokens[rows] + np.maximum(index.astype(np.int64) * chunk_size - offsets[rows], 0)
+    starts[:-1] = first_tokens.take(rows) + np.maximum(index.astype(np.int64) * chunk_size - offsets.take(rows), 0)
     return StateChunks(starts, rows, index, req_starts)

@@ -217,6 +217,7 @@ def _trim_rows(
     ids[:, : table.shape[1]] = table[rows]
     dropping = drops[rows]
     ids[dropping, :-1] = ids[dropping, 1:]
-    ids[dropping, held[rows[dropping]] - 1] = 0
-    ids[np.searchsorted(rows, started.rows), counts[started.rows] - 1] = started.ids
+    ends = np.arange(len(rows)) * ids.shape[1] - 1  # ahead of each row: behind it, its numbers are counted from 1
+    ids.put(ends[dropping] + held[rows[dropping]], 0)
+    ids.put(ends[np.searchsorted(rows, started.rows)] + counts[started.rows], started.ids)
     return Rows(rows, ids[:, :width])

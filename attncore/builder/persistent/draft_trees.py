@@ -212,7 +212,9 @@ def _slots(core: BatchCore, table: BlockTable, rows: list[int], tokens: _INT64) 
     that was released.
     """
     size = table.group.tokens_per_column
-    blocks: _INT64 = table.array[np.array(rows, np.intp)[:, None], tokens // size].astype(np.int64)
+    blocks: _INT64 = table.array.take(np.array(rows, np.int64)[:, None] * table.array.shape[1] + tokens // size).astype(
+        np.int64
+    )
     released = np.flatnonzero((blocks < table.group.kernel_blocks).any(axis=1))
     if len(released):
         raise ValueError(

@@ -67,7 +67,7 @@ def _computed_before(core: BatchCore, metadata: StepMetadata) -> Any:
 def _first_positions(metadata: StepMetadata) -> Any:
     """int64[n]: the computed tokens of each request before the step; a rank's ``context_lens`` count its own alone."""
     host = metadata.host
-    return host.positions[host.query_start_loc[: metadata.num_actual_reqs]]
+    return host.positions.take(host.query_start_loc[: metadata.num_actual_reqs])
 
 
 def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps: int = 1) -> None:
