@@ -35,6 +35,8 @@ class Column(Uncopied):
         n = core.max_num_reqs
         self._core, self.name, self.dtype, self._unknown = core, name, dtype, unknown
         self._values = zeros((n, width * dtype.itemsize), np.uint8).view(dtype)
+        if unknown:
+            self._values[:] = unknown  # of requests that are in the batch already, too
         self._given, self._num_given = zeros(n, np.int64), zeros(n, np.int32)
         self.state = core.kernels.ColumnState(
             self._values.view(np.uint8),

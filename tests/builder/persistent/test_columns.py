@@ -128,6 +128,18 @@ def test_a_request_that_is_added_has_nothing_of_one_before(kernels):
     assert (engine.heat["b"], metadata.heat.tolist(), metadata.ids.tolist()) == (0.0, [0.0], [0])
 
 
+def test_what_a_column_made_later_has_of_requests_that_are_there_is_unknown(kernels):
+    """Were it 0, a graph would take that for a token that the host knows."""
+    batch = InputBatch(max_num_reqs=3, max_model_len=32, block_size=4, kernels=kernels)
+    batch.add_request("before", [1, 2], 3)
+    ids = batch.token_column("input_ids", width=2, unknown=-1)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, decode_threshold=2)
+    builder.register_column(ids)
+    batch.add_request("behind", [3, 4], 3)
+    assert ids["before"].tolist() == ids["behind"].tolist() == [-1, -1]
+    assert builder.build(query_len=2).input_ids.tolist() == [-1] * 4
+
+
 def test_a_removal_that_is_interrupted_leaves_the_values(kernels):
     engine = Engine(kernels)
     engine.add("a", [5, 6], 2)
