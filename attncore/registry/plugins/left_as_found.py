@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.metadata
 import itertools
 import logging
+import operator
 import os
 import resource
 import signal
@@ -258,13 +259,16 @@ class _WarningFilters:
     def restore(self) -> None:
         """As they were found."""
         warnings.showwarning = self.show
-        filters = self.filters if self._alone or not isinstance(warnings.filters, list) else warnings.filters
-        same = warnings.filters is filters and len(self.filters) == len(self._filters)
-        if same and all(one is other for one, other in zip(self.filters, self._filters, strict=True)):
+        now: Any = warnings.filters
+        if now is not self.filters and (self._alone or not isinstance(now, list)):
+            warnings.filters = self.filters
+        elif len(self.filters) == len(self._filters) and all(map(operator.is_, self.filters, self._filters)):
             return
         self.filters[:] = self._filters  # type: ignore[index]
-        warnings.filters = filters
-        with warnings.catch_warnings():  # which lets warnings know
+        if (tell := getattr(warnings, "_filters_mutated", None)) is not None:
+            tell()
+            return
+        with warnings.catch_warnings():  # which tells it, too, and puts another list in place for a moment
             pass
 
 
