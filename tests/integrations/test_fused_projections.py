@@ -202,6 +202,19 @@ def test_a_bias_that_is_given_later_is_added():
     torch.testing.assert_close(products(model, x)[1], says)
 
 
+def doubled(module, given):
+    given[0].mul_(2)
+
+
+def test_a_hook_that_is_given_later_may_change_the_input_in_place():
+    x = torch.randn(4, 8)
+    model = fuse(Three(), x)
+    model.b.register_forward_pre_hook(doubled)
+    with torch.inference_mode():
+        says = model(x.clone())
+    torch.testing.assert_close(products(model, x.clone())[1], says)
+
+
 def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)

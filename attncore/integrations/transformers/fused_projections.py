@@ -51,8 +51,9 @@ class Product:
     last: Any = None
 
     def __init__(self, group: list[FusedLinear] | None = None, *whole: Tensor | None) -> None:
-        self._whole, self._of_first, self._parts = whole, {}, []
+        self._whole, self._of_first, self._parts, self._hooks = whole, {}, [], []
         if group:
+            self._hooks = [module._forward_pre_hooks for module in group]
             self.last, self._of_first = group[-1], group[0]._buffers
             self._parts = [
                 (module._parameters, name, None if one is None else one.data_ptr())
@@ -76,8 +77,10 @@ class Product:
         return bool(self._parts)
 
     def open(self) -> None:
-        """Gives the first layer the whole, if it still is one: until ``close``."""
-        if self.is_whole():
+        """Gives the first layer the whole, if it still is one: until ``close``. Not where a layer was given a hook that
+        may change its input, the others' too, in place.
+        """
+        if not any(self._hooks) and self.is_whole():
             self._of_first["whole_weight"], self._of_first["whole_bias"] = self._whole
 
     def close(self) -> None:
