@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from packaging.version import Version
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -130,6 +131,9 @@ def test_layers_that_share_a_cache_are_refused():
         compile_layers(engine.model, shared, backend="eager")
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.8"), reason="torch 2.7 tells what a graph raises as a RuntimeError"
+)
 def test_a_backend_that_copies_caches_is_refused_and_the_model_runs_as_it_did():
     model = decoder("llama")
     caches = paged_caches(model, select_for_model(model, backend="reference").create("cpu"), num_blocks=4)

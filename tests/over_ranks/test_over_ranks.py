@@ -4,9 +4,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
 torch = pytest.importorskip("torch")
 
@@ -75,6 +77,8 @@ def test_the_kernel_compiles_for(target):
 
     from attncore.ranks.merge_kernel import _merge
 
+    if target[0] == "hip" and Version(version("triton")) < Version("3.6"):
+        pytest.skip("this Triton looks for ROCm's linker; attn-rocm needs 3.6")
     numbers = dict.fromkeys(("part", "lse_part", "token_stride", "head_stride"), "i64") | {"heads": "i32"}
     tensors = {"outputs": "*bf16", "merged": "*bf16", "lses": "*fp32", "merged_lse": "*fp32"}
     fixed = {"ranks": 2, "size": 80, "size_up": 128}
