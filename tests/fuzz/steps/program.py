@@ -17,6 +17,7 @@ from fuzz.steps.builders import new_backends, new_builder
 from fuzz.steps.captured import CapturedSize
 from fuzz.steps.compared import LIVE, Comparer, Part, as_list
 from fuzz.steps.parts import Parts
+from fuzz.steps.refused import refused_calls
 from fuzz.steps.requests import Requests
 from fuzz.steps.rows import Row
 from fuzz.steps.schedule import Schedule, draw_ahead, draw_schedule
@@ -219,39 +220,13 @@ class Program:
 
     def _refused(self, schedule: Schedule, bucket: Any) -> None:
         """A call that is refused changes nothing, on the host or on the device."""
-        draw, builder, requests = self.draw, self.builder, self.requests
-        build = partial(builder.build, **schedule.options, **({"bucket": bucket} if bucket else {}))
-        given = dict(*schedule.given)
-        calls = [
-            lambda: build(given | {"nobody": 1}),
-            lambda: builder.build(*schedule.given, **schedule.options, bucket=77),
-            lambda: builder.keep_paths({"nobody": [0]}),
-            lambda: builder.run_ahead(2, bucket=77),
-        ]
-        for name in draw.sample(sorted(schedule.running), min(len(schedule.running), 1)):
-            computed = requests.held[name].computed
-            cut = [end - 1 - computed for start, end in requests.held[name].spans if computed <= start < end - 1]
-            calls += [
-                partial(build, given | {name: MODEL_LEN + 1 - computed}),
-                partial(build, given, trees=schedule.trees | {name: [7]}),
-                partial(requests.batch.rollback_many, {name: computed + 1}),
-                partial(builder.keep_paths, {name: [77]}),
-                *(partial(build, given | {name: count}) for count in cut),
-            ]
-            rest = {other: 0 for other in requests.held if other != name}
-            spanned = [start + 1 - computed for start, _ in requests.held[name].spans if start > computed]
-            if spanned:  # no refusal of the first step, of which nothing would be sent
-                requests.make_room(name, computed + max(spanned))
-            calls += [
-                partial(builder.run_ahead, count, bucket=size.bucket, scheduled=rest)
-                for size in self.captured.values() if size.ahead
-                for count in [MODEL_LEN + 1 - computed, *spanned]
-            ]  # fmt: skip
-        before = builder.last_step
-        for call in draw.sample(calls, draw.randint(1, 3)):
+        sizes = self.captured.values()
+        calls = refused_calls(self.draw, self.builder, self.requests, schedule, bucket, sizes)
+        before = self.builder.last_step
+        for call in self.draw.sample(calls, self.draw.randint(1, 3)):
             with pytest.raises((ValueError, LookupError, AttncoreError)):
                 call()
-            assert builder.last_step == before
+            assert self.builder.last_step == before
         self._as_before()
 
     def _as_before(self) -> None:
