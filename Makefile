@@ -327,7 +327,7 @@ OLDEST_PIP := $(OLDEST)/bin/pip --disable-pip-version-check
 test-oldest:
 	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST_PIP) install -q packaging
-	$(OLDEST)/bin/python requirements/oldest.py | grep -v ^triton= > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/python requirements/oldest.py > $(OLDEST)/oldest.txt
 	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") torch
 	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt $(filter-out triton hatchling,$(call NAMES,demo bench test))
 	$(OLDEST_PIP) install -q -c $(OLDEST)/oldest.txt --no-deps $(call NAMES,kernels)

@@ -12,6 +12,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 TOOLS = {"dev"}
 """Extras that are no user's: what they have is pinned by the files beside this one."""
+LEFT_TO_TORCH = {"triton"}
+"""torch requires one version of each; that of the oldest torch is older than attncore's plugins allow."""
 
 
 def requirements(folder):
@@ -24,11 +26,11 @@ def requirements(folder):
 
 
 def oldest(texts):
-    """By name, the lowest bound of requirements that have one, attncore itself apart."""
+    """By name, the lowest bound of requirements that have one, attncore and what torch decides apart."""
     bounds = {}
     for requirement in map(Requirement, texts):
         for one in requirement.specifier:
-            if one.operator == ">=" and requirement.name != "attncore":
+            if one.operator == ">=" and requirement.name not in {"attncore", *LEFT_TO_TORCH}:
                 bound = Version(one.version)
                 bounds[requirement.name] = min(bound, bounds.get(requirement.name, bound))
     return bounds
