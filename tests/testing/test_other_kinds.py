@@ -36,6 +36,19 @@ def test_a_backend_that_declares_everything_passes(site):
         assert found[row] == "supported"
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_latent_backend_of_few_heads_passes_with_values_for_each_head(site, most):
+    """Slopes and sinks are of as many heads as a latent cache, which has one head of keys, leaves to the backend."""
+    facts = LATENT_ONLY.replace("max_group_size=16", f"max_group_size={most}")
+    plant(site, "few", f"{facts}, features={{'alibi', 'alibi_standard', 'sinks', 'sliding_window'}}")
+    asked = "(alibi or sinks or feature) and not captured"
+    code, report = conformance("few", settings="EXAMPLES = 2\n", options=(*QUIET, "-k", asked))
+    assert (code, report.failures) == (0, [])
+    found = states(report)
+    for row in ("alibi", "alibi_standard", "sinks", "sinks set later", "features together"):
+        assert found[row] == "supported"
+
+
 def test_what_is_not_declared_is_unsupported(site):
     plant(site, "plain", "features=set(), unsupported={'lse': 'the kernel keeps it to itself'}")
     asked = f"(encoder or cross or log_sum_exp or latent or value_head) and not without and {OF_THEIR_OWN_ROWS}"

@@ -85,7 +85,8 @@ def test_standard_alibi_slopes(attncore_subject: Subject) -> None:
     """The slopes ``2 ** (-8 i / n)`` of n heads."""
     attncore_subject.require("alibi_standard")
     backend = attncore_subject.backend()
-    slopes = tuple(2.0 ** (-8 * i / 4) for i in range(1, 5))
+    heads = backend.config.num_heads
+    slopes = tuple(2.0 ** (-8 * i / heads) for i in range(1, heads + 1))
     run_around_a_block(attncore_subject, backend, alibi_slopes=slopes)
 
 

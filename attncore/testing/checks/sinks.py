@@ -11,7 +11,7 @@ from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES
+from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES, of_heads
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
@@ -27,7 +27,8 @@ def test_sinks_set_after_the_layer_is_made(attncore_subject: Subject, kind: str)
     attncore_subject.require("sinks")
     backend = attncore_subject.backend()
     engine = Engine(backend, **_given(kind, BEFORE))
-    other = backend.impl("layers.1", **{**engine.features, **_given(kind, BEFORE)})
+    heads = backend.config.num_heads
+    other = backend.impl("layers.1", **of_heads({**engine.features, **_given(kind, BEFORE)}, heads))
     batch = attncore_subject.around_a_block(backend.config.block_size)
     run_batch(engine, batch)
     for earlier, wanted in ((BEFORE, AFTER), (AFTER, BEFORE)):
@@ -37,7 +38,9 @@ def test_sinks_set_after_the_layer_is_made(attncore_subject: Subject, kind: str)
         run_batch(engine, batch)
         run_decodes_alone(engine)
     _set(engine, kind, BEFORE, AFTER)
-    kept, made_with = (torch.as_tensor(given, dtype=torch.float32).cpu() for given in (other.sinks, BEFORE["sinks"]))
+    kept, made_with = (
+        torch.as_tensor(given, dtype=torch.float32).cpu() for given in (other.sinks, BEFORE["sinks"][:heads])
+    )
     if not torch.allclose(kept, made_with, rtol=1e-2):
         raise ConformanceError("set_sinks changed the sinks of another layer, which was made with the same")
 
@@ -61,6 +64,7 @@ def _given(kind: str, features: Any) -> dict[str, Any]:
 
 
 def _set(engine: Engine, kind: str, earlier: Any, wanted: Any) -> None:
+    earlier, wanted = (of_heads(given, engine.config.num_heads) for given in (earlier, wanted))
     engine.impl.set_sinks(_given(kind, wanted)["sinks"])
     engine.features.update(wanted)
     engine.siblings = [("the layer before set_sinks", {**engine.features, **earlier})]

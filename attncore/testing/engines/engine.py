@@ -25,6 +25,7 @@ from attncore.testing.engines.random_tensors import FP8, RandomTensors
 from attncore.testing.engines.requests import History, Requests, require_blocks
 from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
+from attncore.testing.harness.declared_samples import of_heads
 from attncore.testing.harness.errors import ConformanceError, may_be_refused
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ class Engine(Requests):
         self.declared_length = None if config.spec is None else config.spec.max_model_len
         num_blocks = num_blocks or max(NUM_BLOCKS, NUM_TOKENS // config.block_size)
         require_blocks(None if config.spec is None else config.spec.max_block_id, num_blocks)
-        self.features: dict[str, Any] = {"scale": config.head_size**-0.5, **features}
+        self.features: dict[str, Any] = {
+            "scale": config.head_size**-0.5,
+            **of_heads(features, config.num_heads),
+        }
         backend.forget_layers()
         self.impl = backend.impl("layers.0", **self.features)
         self.random = np.random.default_rng(seed)

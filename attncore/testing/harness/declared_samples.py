@@ -18,7 +18,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "alibi": {"alibi_slopes": SLOPES},
     "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0)},
 }
-"""Feature -> arguments of ``backend.impl`` for 4 query heads."""
+"""Feature -> arguments of ``backend.impl`` for 4 query heads; ``of_heads`` of them for fewer."""
 OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
     "sliding_window": {"sliding_window": 9},
     "logits_soft_cap": {"logits_soft_cap": 4.0},
@@ -35,6 +35,7 @@ LONG_FEATURES: Mapping[str, Mapping[str, Any]] = {
 """The same with values that show over a thousand keys, whose scores reach 10: slopes that leave the first key its
 weight, sinks of the size of the sum, and a window of several hundred tokens that does not end with a tile of keys, be
 it of 64, of 96 or of 128: a kernel may take the mask of one tile for another's."""
+OF_EACH_HEAD = ("alibi_slopes", "sinks")
 SCALES = (2.8, 3.6)
 """Scales of layers that have their own, over the root of the head size: 0.7 and 0.9 with heads of 16. With larger
 heads the scores would else grow until their float32 is not as exact as the tolerance."""
@@ -47,6 +48,18 @@ WHOLE = 32  # a finite set of at most so many sizes is tried whole
 def own_scale(backend: AttentionBackend, index: int = 0) -> float:
     """A scale for a layer of ``backend`` that is not the usual one, by which a backend that forgets it shows."""
     return SCALES[index] * float(backend.config.head_size**-0.5)
+
+
+def of_heads(features: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
+    """``features`` with the values of the first ``num_heads`` heads, where one has a value for each head.
+
+    A latent cache has one head of keys, so that a backend with a small ``max_group_size`` has fewer query heads than
+    the samples have values.
+    """
+    return {
+        name: value[:num_heads] if name in OF_EACH_HEAD and len(value) > num_heads else value
+        for name, value in features.items()
+    }
 
 
 def in_one_layer(declared: Collection[str], samples: Mapping[str, Mapping[str, Any]] = FEATURES) -> dict[str, Any]:
