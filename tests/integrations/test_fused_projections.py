@@ -177,6 +177,35 @@ def without_bias(model, other):
     model.b.bias = None
 
 
+def transposed(model, other):
+    model.b.weight.data = model.b.weight.data.mT
+
+
+def replaced_by_its_transpose(model, other):
+    model.b.weight = nn.Parameter(model.b.weight.data.mT)
+
+
+def transposed_in_place(model, other):
+    with torch.no_grad():
+        model.b.weight.transpose_(0, 1)
+
+
+def one_row_for_all(model, other):
+    model.b.weight.data = model.b.weight.data[:1].expand(8, 8)
+
+
+@pytest.mark.parametrize("change", [transposed, replaced_by_its_transpose, transposed_in_place, one_row_for_all])
+def test_another_view_of_a_layers_own_weight_is_another_weight(change):
+    torch.manual_seed(1)
+    model, x = Three(bias=False), torch.randn(4, 8)
+    model.b = nn.Linear(8, 8, bias=False)
+    fuse(model, x)
+    change(model, None)
+    with torch.inference_mode():
+        says = model(x)
+    torch.testing.assert_close(products(model, x)[1], says)
+
+
 @pytest.mark.parametrize(
     "change",
     [assigned, of_data, of_one_layer, moved_and_loaded, loaded, added_to, parametrized, without_bias],

@@ -56,7 +56,7 @@ class Product:
             self._hooks = [module._forward_pre_hooks for module in group]
             self.last, self._of_first = group[-1], group[0]._buffers
             self._parts = [
-                (module._parameters, name, None if one is None else one.data_ptr())
+                (module._parameters, name, None if one is None else one.detach())
                 for module in group
                 for name, one in module._parameters.items()
             ]
@@ -65,12 +65,12 @@ class Product:
         return Product, ()
 
     def is_whole(self) -> bool:
-        """Whether the layers' parameters still are parts of the whole: not where one was replaced or moved since, nor
-        where a layer was given a bias.
+        """Whether the layers' parameters still are parts of the whole: not where one was replaced or moved since, is
+        another view of its part, such as one with the axes in turn, nor where a layer was given a bias.
         """
-        for parameters, name, address in self._parts:
+        for parameters, name, part in self._parts:
             one = parameters.get(name)
-            if one is None if address is None else type(one) is nn.Parameter and one.data_ptr() == address:
+            if one is None if part is None else type(one) is nn.Parameter and _same_view(one, part):
                 continue
             self._whole, self._parts = (), []
             break
@@ -133,6 +133,11 @@ def fuse_projections(model: nn.Module, run: Callable[[], Any]) -> None:
     for group in groups.values():
         if len(group) > 1:
             _fuse(group)
+
+
+def _same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same numbers in the same order of the same memory."""
+    return one.dtype is other.dtype and one.is_set_to(other)
 
 
 def _memory(parameter: Tensor | None) -> int:
