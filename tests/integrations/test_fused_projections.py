@@ -206,6 +206,21 @@ def test_another_view_of_a_layers_own_weight_is_another_weight(change):
     torch.testing.assert_close(products(model, x)[1], says)
 
 
+def test_weights_without_memory_are_other_weights():
+    """As those of a model that is moved to the device meta, and brought back with others."""
+    model, x = Three(bias=False), torch.randn(4, 8)
+    fuse(model, x)
+    values = {name: one.clone() for name, one in model.state_dict().items()}
+    model.to("meta")
+    with torch.inference_mode():
+        assert model(x.to("meta")).is_meta
+        assert products(model, x.to("meta"))[1].is_meta
+    model.to_empty(device="cpu").load_state_dict(values)
+    with torch.inference_mode():
+        says = model(x)
+    torch.testing.assert_close(products(model, x)[1], says)
+
+
 @pytest.mark.parametrize(
     "change",
     [assigned, of_data, of_one_layer, moved_and_loaded, loaded, added_to, parametrized, without_bias],

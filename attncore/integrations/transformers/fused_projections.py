@@ -56,7 +56,7 @@ class Product:
             self._hooks = [module._forward_pre_hooks for module in group]
             self.last, self._of_first = group[-1], group[0]._buffers
             self._parts = [
-                (module._parameters, name, None if one is None else one.detach())
+                (module._parameters, name, None if one is None else _view(one))
                 for module in group
                 for name, one in module._parameters.items()
             ]
@@ -70,7 +70,7 @@ class Product:
         """
         for parameters, name, part in self._parts:
             one = parameters.get(name)
-            if one is None if part is None else type(one) is nn.Parameter and _same_view(one, part):
+            if one is None if part is None else type(one) is nn.Parameter and _view(one) == part:
                 continue
             self._whole, self._parts = (), []
             break
@@ -135,9 +135,9 @@ def fuse_projections(model: nn.Module, run: Callable[[], Any]) -> None:
             _fuse(group)
 
 
-def _same_view(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same numbers in the same order of the same memory."""
-    return one.dtype is other.dtype and one.is_set_to(other)
+def _view(one: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from another view of its memory: numbers alone, which can be compared on every device."""
+    return one.data_ptr(), one.shape, one.stride(), one.dtype, one.device
 
 
 def _memory(parameter: Tensor | None) -> int:
